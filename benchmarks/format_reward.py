@@ -4,10 +4,11 @@ import re
 
 
 def answer_line(prompts, completions, **columns) -> list[float]:  # noqa: ARG001
-    """1 where the completion is one line of text that ends in a number, 0.5 where only its last line does, else 0."""
+    """0.5 where the first line of text holds a number, and 0.5 more where that line is all and ends in the number."""
     scores = []
     for text in completions:
         lines = text.strip().split("\n")
-        ends_in_number = re.search(r"\d[\d,]*(\.\d+)?\.?$", lines[-1].strip()) is not None
-        scores.append((1.0 if len(lines) == 1 else 0.5) if ends_in_number else 0.0)
+        number = re.search(r"\d", lines[0]) is not None
+        only_line = len(lines) == 1 and re.search(r"\d[\d,]*(\.\d+)?\.?$", lines[0].strip()) is not None
+        scores.append(0.5 * number + 0.5 * only_line)
     return scores
