@@ -227,6 +227,8 @@ def load_tokenizer(name: str):
         return world.tokenizer()
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
+        if not plain_ids(tokenizer, "1"):
+            raise ValueError("it encodes nothing")
     except (OSError, ValueError) as error:
         fail(f'--model "{name}": no tokenizer could be read there: {error}')
     if tokenizer.eos_token_id is None:
@@ -256,9 +258,9 @@ def load_rows(dataset: str, split: str, kind: str) -> list[dict]:
             rows = world.rows(kind, split)
         elif dataset.endswith(".jsonl"):
             rows = []
-            for number, line in enumerate(Path(dataset).read_text(encoding="utf-8").split("\n"), 1):
-                if line.strip():
-                    rows.append(dict(json.loads(line)))
+            for line in Path(dataset).read_text(encoding="utf-8").split("\n"):
+                number += 1
+                rows += [dict(json.loads(line))] if line.strip() else []
         else:
             from datasets import load_dataset
 
@@ -289,9 +291,7 @@ def render(tokenizer, messages: list[dict], generation_prompt: bool) -> str:
     Exit 2 where the tokenizer has no template; ValueError where the template refuses these messages.
     """
     if not getattr(tokenizer, "chat_template", None):
-        fail(
-            "the dataset holds conversations but the model's tokenizer has no chat template; use plain text or set one"
-        )
+        fail("the dataset holds conversations but the model's tokenizer has no chat template; use plain text")
     try:
         messages = [{"content": "", **{k: v for k, v in m.items() if v is not None}} for m in messages]
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)
@@ -345,13 +345,11 @@ def conversation_token_ids(
             raise ValueError("the chat template is not prefix-stable")
         context = plain_ids(tokenizer, whole[position : len(before)])
         turn = completion_token_ids(tokenizer, after[len(before) :], stops)
-        said = plain_ids(tokenizer, after[len(before) :])
-        tail = said[len(turn) :]  # what the template prints after the stop id, a newline mostly
-        ids += context + turn + tail
-        mask += [False] * len(context) + [True] * len(turn) + [False] * len(tail)
-        position = len(after)
-    last = len(mask) - mask[::-1].index(True) if any(mask) else 0
-    return (ids[:last], mask[:last]) if last else None
+        ids += context + turn
+        mask += [False] * len(context) + [True] * len(turn)
+        rest = plain_ids(tokenizer, after[len(before) :])[len(turn) :]  # printed after the stop id, a newline mostly:
+        position = len(after) - len(tokenizer.decode(rest))  # it is read with the next turn's header, as one text
+    return (ids, mask) if ids else None
 
 
 def decode(tokenizer, ids: Sequence[int], stops: Sequence[int]) -> str:
@@ -393,9 +391,11 @@ def load_rewards(specs: Sequence[str]) -> dict[str, tuple[Callable, float]]:
         if not path or file is None:
             fail(f'reward "{spec}": no file "{path}"; write file.py:function or file.py:function=weight')
         loader = importlib.util.spec_from_file_location(f"reward_file_{_seed_of(str(file.resolve()))}", file)
-        module = sys.modules[loader.name] = importlib.util.module_from_spec(loader)
         try:
-            loader.loader.exec_module(module)
+            if loader.name not in sys.modules:  # a file is loaded once, however often it is named
+                sys.modules[loader.name] = importlib.util.module_from_spec(loader)
+                loader.loader.exec_module(sys.modules[loader.name])
+            module = sys.modules[loader.name]
         except Exception as error:
             fail(f'reward "{spec}": {file} does not import: {type(error).__name__}: {error}')
         if not callable(getattr(module, name, None)):
@@ -567,9 +567,7 @@ def shard(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     names = set(getattr(model, "_no_split_modules", None) or [])
     layers = [m for m in model.modules() if type(m).__name__ in names]
     for module in [*layers, model]:
-        fully_shard(
-            module, mp_policy=kept, reshard_after_forward=True
-        )  # the root too, or it stays whole after a no-grad pass
+        fully_shard(module, mp_policy=kept, reshard_after_forward=True)  # the root too: a no-grad pass leaves no trace
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     model.token_logprobs = types.MethodType(_token_logprobs, model)
@@ -603,7 +601,10 @@ def load_policy(
         model = world.model(fresh_seed)
     else:
         path = ROOT / "toy" / "policy" if name == "toy" else name
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32 if trained else dtype)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32 if trained else dtype)
+        except (OSError, ValueError) as error:
+            fail(f'--model "{name}" could not be loaded: {error}')
     model.to(device).requires_grad_(trained)
     disable_dropout(model)
     model.train(trained and gradient_checkpointing)  # transformers checkpoints in training mode only
@@ -649,6 +650,10 @@ def load_reward_model(path: str, tokenizer, device: torch.device, dtype: torch.d
         fail(f'--reward-model "{path}" could not be loaded: {error}')
     if model.config.num_labels != 1:
         fail(f'--reward-model "{path}" has {model.config.num_labels} labels; a reward model has one')
+    if model.config.pad_token_id in (None, tokenizer.eos_token_id):
+        fail(
+            f'--reward-model "{path}" has no pad id or its stop id for one: give it another, so that its score is right'
+        )
     if any(vocabulary.get(token) != i for token, i in tokenizer.get_vocab().items()):
         fail(f'--reward-model "{path}" has another tokenizer than the policy; train it from this policy')
     return model.to(device).eval().requires_grad_(False)
@@ -727,12 +732,13 @@ class HFSampler:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """n samples of each prompt, prompt-major: (ids, lengths, finished, logprobs).
 
-        ids (B, R) end in the stop id, if there was one, and padding; lengths (B,); finished (B,) bool, True where a stop id was produced
-        within max_tokens; logprobs (B, R) float32 under softmax(logits / temperature), 0 after the end (for
-        greedy decoding too). `stream` and the prompts' global `indices` name the random numbers. About `max_rows`
-        rows decode at once, the samples of one prompt always together.
+        ids (B, R) end in the stop id, if there was one, and padding; lengths (B,); finished (B,) bool, True where a
+        stop id was produced within max_tokens; logprobs (B, R) float32 under softmax(logits / temperature), 0 after
+        the end (for greedy decoding too). `stream` and the prompts' global `indices` name the random numbers. About
+        `max_rows` rows decode at once, the samples of one prompt always together.
         """
         indices = range(len(prompt_ids)) if indices is None else indices
+        greedy = greedy or temperature == 0
         training = self.model.training
         self.model.eval()  # no gradient checkpointing, which would drop the cache
         per, rows = max(1, max_rows // n), []
@@ -749,7 +755,7 @@ class HFSampler:
 
     def _decode(self, prompts, n, temperature, max_tokens, keys) -> list[tuple[list[int], list[float]]]:
         model, device = self.model, self.device
-        temperature = temperature or 1.0  # greedy decoding may be asked for with 0
+        temperature = temperature or 1.0  # greedy decoding may be asked for with 0; its log-probs are then at 1
         input_ids = pad(prompts, self.pad_id, device, left=True)  # (P, L)
         mask = pad([[1] * len(p) for p in prompts], 0, device, left=True)
         cache = DynamicCache(config=model.config)
@@ -796,6 +802,9 @@ class HFSampler:
         return [(row[:k], score[:k]) for row, score, k in zip(table.tolist(), scores, kept, strict=True)]
 
 
+SAMPLERS = {"hf": HFSampler}  # name of --sampler -> class with the four verbs
+
+
 def _seed_of(key: str) -> int:
     """A 63-bit seed that differs between keys."""
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") >> 1
@@ -831,12 +840,17 @@ def batched_logprobs(
 
 
 def batched_scores(model, input_ids: Tensor, attention_mask: Tensor, max_tokens: int) -> Tensor:
-    """`reward_scores` in micro-batches, (B,) float64 on the CPU."""
+    """`reward_scores` in micro-batches, (B,) float64 on the CPU; the same answer has the same score to the bit.
+
+    Rounding differs between micro-batches, and group statistics would blow up a difference of 1e-8 between equals.
+    """
     scores = torch.zeros(len(input_ids), dtype=torch.float64)
     for micro in microbatches(attention_mask.sum(1).tolist(), max_tokens):
         width = int(attention_mask[micro].sum(1).max())
         scores[micro] = reward_scores(model, input_ids[micro, :width], attention_mask[micro, :width]).double().cpu()
-    return scores
+    first: dict[tuple, Tensor] = {}
+    answers = [tuple(ids[:n]) for ids, n in zip(input_ids.tolist(), attention_mask.sum(1).tolist(), strict=True)]
+    return torch.stack([first.setdefault(ids, score) for ids, score in zip(answers, scores, strict=True)])
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -847,14 +861,18 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
-def evaluate(sampler, tokenizer, rows: list[dict], reward: str, n: int, temperature: float, max_tokens: int) -> dict:
+def evaluate(
+    sampler, tokenizer, rows: list[dict], reward: str, n: int, temperature: float, max_tokens: int
+) -> tuple[dict[str, float], list[dict]]:
     """Held-out metrics of a policy: accuracy of n samples and of the greedy answer, pass@k, length, over all ranks.
 
-    An answer is right where the reward function `reward` gives at least 1; rows it cannot score are left out. The
-    random numbers are the same at every call, so that two evaluations differ by the policy alone.
+    Second, a few greedy answers for `Run.log_samples`. An answer is right where the reward function `reward` gives at
+    least 1; rows it cannot score are left out. The random numbers are the same at every call, so that two evaluations
+    differ by the policy alone.
     """
     if not rows or n == 0:
-        return {}
+        return {}, []
+    samples: list[dict] = []
     ((name, (function, _)),) = load_rewards([reward]).items()
     mine, metrics = own(range(len(rows))), Metrics()
     prompts = [rows[i]["prompt_ids"] for i in mine]
@@ -871,10 +889,13 @@ def evaluate(sampler, tokenizer, rows: list[dict], reward: str, n: int, temperat
             metrics.add("eval/greedy_accuracy" if greedy else "eval/sampled_accuracy", correct, count)
             for k in () if greedy else (2**i for i in range(1, n.bit_length())):
                 metrics.add(f"eval/pass@{k}", pass_at_k(n, correct, k), 1)
-        if not greedy:
+        if greedy:
+            shown = [(rows[i]["prompt"], t, float(s)) for i, t, s in zip(mine, texts, scores, strict=True)][:4]
+            samples = [{"split": "test", "prompt": p, "completion": t, "reward": s} for p, t, s in shown]
+        else:
             metrics.add("eval/mean_length", lengths.sum(), len(ids))
             metrics.add("eval/clipped_ratio", (~finished).sum(), len(ids))
-    return metrics.reduce()
+    return metrics.reduce(), samples
 
 
 # ------------------------------------------------------------------------------------------------------------- runs
@@ -915,6 +936,19 @@ def parse_args(cls: type, args: Sequence[str] | None = None) -> Any:
     return tyro.cli(cls, args=words)
 
 
+POSITIVE = {"steps", "epochs", "batch_size", "prompts_per_step", "group_size", "minibatches", "epochs_per_step",
+            "microbatch_tokens", "temperature", "max_length", "max_prompt_length", "max_response_length",
+            "max_grad_norm", "keep_checkpoints"}  # fmt: skip
+
+
+def check_numbers(args: Any) -> None:
+    """Exit 2 naming the flag where a number is negative, not finite, or zero where that has no meaning."""
+    for name, value in vars(args).items():
+        if isinstance(value, int | float) and not (0 < value < math.inf or (value == 0 and name not in POSITIVE)):
+            flag, need = name.replace("_", "-"), "above 0" if name in POSITIVE else "0 or more"
+            fail(f"--{flag} {value} is out of range: it must be {need}")
+
+
 def data_order(size: int, seed: int, start: int, count: int) -> list[int]:
     """Row indices at positions start .. start + count of an endless stream, each epoch its own seeded permutation."""
     epochs: dict[int, list[int]] = {}
@@ -934,13 +968,14 @@ def peak_memory_gb(device: torch.device) -> float:
 def environment() -> dict:
     """Versions, commit, hardware, threads: what a number needs beside it."""
     git = partial(subprocess.run, capture_output=True, text=True, cwd=ROOT, check=False)
+    commit, status = git(["git", "rev-parse", "--verify", "HEAD"]), git(["git", "status", "--porcelain"])
     packages = ("torch", "transformers", "tokenizers", "numpy", "vllm", "datasets", "math_verify")
     found = [p for p in packages if importlib.util.find_spec(p)]
     return {
         "python": platform.python_version(),
         "versions": {p: importlib.metadata.version(p.replace("_", "-")) for p in found},
-        "commit": git(["git", "rev-parse", "HEAD"]).stdout.strip() or None,
-        "changed_files": len(git(["git", "status", "--porcelain"]).stdout.splitlines()),
+        "commit": commit.stdout.strip() if commit.returncode == 0 else None,
+        "changed_files": len(status.stdout.splitlines()) if status.returncode == 0 else None,
         "machine": platform.platform(),
         "cpus": os.cpu_count(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -1004,8 +1039,10 @@ class Run:
         write_json(self.dir / "args.json", asdict(self.args))
         for name in ("metrics.jsonl", "samples.jsonl"):  # what was logged after the checkpoint will be logged again
             if (self.dir / name).is_file():
-                lines = [json.loads(line) for line in _whole_lines(self.dir / name)]
-                write_text(self.dir / name, "".join(json.dumps(r) + "\n" for r in lines if r["step"] <= self.step))
+                lines = [json.loads(line) for line in _whole_lines(self.dir / name)] if self.checkpoint else []
+                kept = [json.dumps(r, ensure_ascii=False) + "\n" for r in lines if not self._logged_again(r)]
+                write_text(self.dir / name, "".join(kept))
+            (self.dir / name).touch()
         if self.args.wandb_project:
             try:
                 import wandb
@@ -1014,11 +1051,16 @@ class Run:
             self.wandb = wandb.init(project=self.args.wandb_project, config=asdict(self.args), dir=str(self.dir))
         return threads
 
+    def _logged_again(self, line: dict) -> bool:
+        final = line.get("split") == "test" and line["step"] == self.args.steps  # the evaluation after training
+        return final or line["step"] > self.step
+
     def log(self, step: int, metrics: dict[str, float], shown: Sequence[str] = ()) -> None:
         """One line of metrics.jsonl; `shown` names those that stand in the progress bar."""
         if rank() == 0:
             with (self.dir / "metrics.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, **metrics}) + "\n")
+                finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}  # JSON has no NaN
+                file.write(json.dumps({"step": step, **finite}) + "\n")
             if self.bar is None:
                 self.bar = tqdm(total=self.args.steps, initial=step - 1, dynamic_ncols=True, mininterval=0.5)
             self.bar.update(1)
@@ -1027,13 +1069,15 @@ class Run:
                 self.wandb.log(metrics, step=step)
 
     def log_samples(self, step: int, samples: list[dict]) -> None:
-        """A few samples, one line each, in samples.jsonl."""
+        """A few samples, one line each, in samples.jsonl; None for NaN."""
         if rank() == 0:
             with (self.dir / "samples.jsonl").open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps({"step": step, **s}, ensure_ascii=False) + "\n" for s in samples)
+                for sample in samples:
+                    finite = {k: None if v != v else v for k, v in sample.items()}
+                    file.write(json.dumps({"step": step, **finite}, ensure_ascii=False) + "\n")
 
     def save(self, step: int, models: dict[str, tuple], state: dict) -> None:
-        """Checkpoint `step`: models is name -> (model, optimizer), state any JSON. Older ones beyond --keep-checkpoints go.
+        """Checkpoint `step`: models is name -> (model, optimizer), state any JSON; --keep-checkpoints of them stay.
 
         Written beside, synced, renamed; a kill at any moment leaves the last complete one.
         """
@@ -1127,9 +1171,9 @@ def is_complete(folder: Path) -> bool:
         return False
 
 
-def _whole_lines(path: Path) -> list[str]:
+def _whole_lines(path: Path) -> list[bytes]:
     """The lines that end in a newline: a kill may have cut the last one."""
-    return path.read_text(encoding="utf-8").split("\n")[:-1]
+    return path.read_bytes().split(b"\n")[:-1]
 
 
 def _sync(path: Path) -> None:

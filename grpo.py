@@ -27,6 +27,7 @@ import math
 import time
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -57,7 +58,7 @@ class Args:
     group_size: int = 8
     """Sampled answers per prompt."""
     max_response_length: int = 32
-    """Most tokens of an answer; a longer one is cut and scored as it is."""
+    """Most tokens of a sampled response; a longer one is cut and scored as it is."""
     temperature: float = 1.0
     """Sampling temperature, used for every log-prob too."""
     sampler: Literal["hf"] = "hf"
@@ -190,6 +191,7 @@ def learning_rate_at(step: int, args: "Args") -> float:
 
 def main(args: Args) -> None:
     # 1 setup
+    common.check_numbers(args)
     device = common.setup(args.seed)
     dtype = common.compute_dtype(args.dtype, device)
     parts = args.minibatches * common.world_size()
@@ -198,13 +200,13 @@ def main(args: Args) -> None:
         common.fail(
             "--group-size must be at least 2: the advantage of an answer is relative to the others of its group"
         )
-    if args.temperature <= 0:
-        common.fail("--temperature must be positive: a group of greedy answers is all the same")
+    if not args.reward and not args.reward_model:
+        common.fail("--reward and --reward-model are both empty: name at least one reward")
 
     # 2 data
     tokenizer = common.load_tokenizer(args.model)
     functions = common.load_rewards(args.reward)
-    common.load_rewards([args.eval_reward])
+    common.load_rewards([args.eval_reward])  # a mistake in it is found now
 
     def load(dataset: str, split: str) -> list[dict]:
         rows = common.load_rows(dataset, split, "prompts")
@@ -225,17 +227,21 @@ def main(args: Args) -> None:
     common.say(f"policy     peak {common.peak_memory_gb(device):.2f} GB")
     reference = common.load_policy(args.model, device, dtype, trained=False) if args.kl_coef else None
     common.say(f"reference  peak {common.peak_memory_gb(device):.2f} GB" if reference else "reference  none")
-    reward_models = {path: common.load_reward_model(path, tokenizer, device, dtype) for path in args.reward_model}
+    reward_models = {Path(p).name: common.load_reward_model(p, tokenizer, device, dtype) for p in args.reward_model}
+    if len({*functions, *reward_models}) < len(args.reward) + len(args.reward_model):
+        common.fail("--reward and --reward-model: two rewards have the same name")
     stops = common.stop_ids(tokenizer, policy)
-    sampler = common.HFSampler(policy, stops, tokenizer.pad_token_id, args.seed, dtype)
+    sampler = common.SAMPLERS[args.sampler](policy, stops, tokenizer.pad_token_id, args.seed, dtype)
     run = common.Run(args, "grpo")
     models = {"policy": (policy, optimizer)}
 
-    def evaluate() -> dict[str, float]:
+    def evaluate(step: int) -> dict[str, float]:
         limits = args.eval_samples, args.temperature, args.max_response_length
-        return common.evaluate(sampler, tokenizer, eval_rows, args.eval_reward, *limits)
+        metrics, samples = common.evaluate(sampler, tokenizer, eval_rows, args.eval_reward, *limits)
+        run.log_samples(step, samples)
+        return metrics
 
-    state = run.restore(models) if run.checkpoint else {"before": evaluate()}
+    state = run.restore(models) if run.checkpoint else {"before": evaluate(0)}
     sampler.load_weights(policy)
 
     # 4 loop
@@ -263,8 +269,8 @@ def main(args: Args) -> None:
         # 4b rewards
         texts = [common.decode(tokenizer, ids, stops) for ids in responses]
         scores = {name: common.call_reward(name, f, b_rows, texts) for name, (f, _) in functions.items()}
-        for path, model in reward_models.items():
-            scores[path] = common.batched_scores(model, b_input_ids, b_attention_mask, args.microbatch_tokens)
+        for name, model in reward_models.items():
+            scores[name] = common.batched_scores(model, b_input_ids, b_attention_mask, args.microbatch_tokens)
         weights = [w for _, w in functions.values()] + [1.0] * len(reward_models)
         scores = {name: common.gather_rows(s, args.group_size) for name, s in scores.items()}  # (P * G,), all ranks'
         rewards = common.weighted_reward(torch.stack(list(scores.values())), weights)  # (P * G,)
@@ -309,10 +315,10 @@ def main(args: Args) -> None:
                 sequences = mb_mask.any(1).sum()
                 metrics.add("loss", loss, sequences / max(num_sequences, 1.0))  # the counts of an update add up to 1
                 metrics.add_masked("entropy", entropy, mb_mask)
-                log_ratio, sign = (logprobs - old_logprobs).detach(), b_advantages[mb, None]
-                metrics.add_masked("approx_kl", log_ratio.exp() - 1 - log_ratio, mb_mask)
-                too_low = (log_ratio < math.log(1 - clip[0])) & (sign < 0)
-                too_high = (log_ratio > math.log(1 + clip[1])) & (sign > 0)
+                log_ratio = (logprobs - old_logprobs).detach().clamp(max=common.MAX_LOG_RATIO)
+                ratio, sign = log_ratio.exp(), b_advantages[mb, None]
+                metrics.add_masked("approx_kl", ratio - 1 - log_ratio, mb_mask)
+                too_low, too_high = (ratio < 1 - clip[0]) & (sign < 0), (ratio > 1 + clip[1]) & (sign > 0)
                 metrics.add_masked("clip_ratio/low_mean", too_low, mb_mask)
                 metrics.add_masked("clip_ratio/high_mean", too_high, mb_mask)
                 metrics.add_masked("clip_ratio/region_mean", too_low | too_high, mb_mask)
@@ -355,15 +361,15 @@ def main(args: Args) -> None:
                 "nats a token on average: a weight did not reach the sampler, or it samples at another temperature"
             )
         due = args.eval_every and step % args.eval_every == 0 and step < args.steps
-        run.log(step, {**numbers, **(evaluate() if due else {})}, ("reward", "kl", "completions/mean_length"))
-        shown = [{"prompt": b_rows[i]["prompt"], "completion": texts[i]} for i in range(min(4, len(texts)))]
-        own_rewards = by_group[mine].flatten().tolist()
-        run.log_samples(step, [{**s, "reward": r} for s, r in zip(shown, own_rewards, strict=False)])
+        run.log(step, {**numbers, **(evaluate(step) if due else {})}, ("reward", "kl", "completions/mean_length"))
+        shown = zip(b_rows, texts, by_group[mine].flatten().tolist(), strict=True)
+        samples = [{"split": "train", "prompt": row["prompt"], "completion": t, "reward": r} for row, t, r in shown]
+        run.log_samples(step, samples[:4])
 
         # 4g evaluate and save
         if args.save_every and step % args.save_every == 0:
             run.save(step, models, state)
-    run.finish(policy, tokenizer, state["before"], evaluate(), dtype)
+    run.finish(policy, tokenizer, state["before"], evaluate(args.steps), dtype)
 
 
 if __name__ == "__main__":

@@ -49,10 +49,10 @@ class Args:
     max_length: int = 1024
     """Longest row in tokens; longer responses are cut (and then have no EOS), longer prompts dropped."""
     # optimisation
-    steps: int = 0
-    """Optimizer steps; 0: as many as --epochs gives."""
+    steps: int | None = None
+    """Optimizer steps; None: as many as --epochs gives."""
     epochs: float = 2.5
-    """Passes over the data, where --steps is 0."""
+    """Passes over the data, where --steps is not given."""
     batch_size: int = 48
     """Rows of an optimizer step, over all ranks."""
     microbatch_tokens: int = 8192
@@ -81,7 +81,7 @@ class Args:
     eval_reward: str = "rewards.py:math_answer"
     """Reward function (file.py:function) that says which answers are right: at least 1."""
     max_response_length: int = 32
-    """Most tokens of a response sampled in evaluation."""
+    """Most tokens of a sampled response; a longer one is cut and scored as it is."""
     # run
     seed: int = 1
     """Seed of data order, sampling and fresh weights."""
@@ -132,7 +132,7 @@ def encode(rows: list[dict], tokenizer, stops: list[int], args: Args, what: str)
         if type(prompt) is not type(completion):
             common.fail(f"row {number}: prompt and completion must both be text or both be lists of messages")
         try:
-            prompt_ids = common.prompt_token_ids(tokenizer, prompt) if prompt else []
+            prompt_ids = [] if prompt == [] else common.prompt_token_ids(tokenizer, prompt)
             if isinstance(prompt, list):
                 turns = common.conversation_token_ids(tokenizer, prompt + completion, stops, first=len(prompt))
                 ids, mask = turns or ([], [])
@@ -145,14 +145,11 @@ def encode(rows: list[dict], tokenizer, stops: list[int], args: Args, what: str)
         ids, mask = ids[: args.max_length], mask[: args.max_length]
         if any(mask) and not mask[0]:
             gold = completion if row.get("answer") is None else row["answer"]
-            kept.append(
-                {**row, "prompt": prompt, "prompt_ids": prompt_ids, "answer": gold, "input_ids": ids, "mask": mask}
-            )
+            row = {**row, "prompt": prompt, "prompt_ids": prompt_ids, "answer": gold}
+            kept.append({**row, "input_ids": ids, "mask": mask})
     if cut or len(kept) < len(rows):
-        dropped = (
-            f"{len(rows) - len(kept)} of {len(rows)} dropped (no response within it, or an unstable chat template)"
-        )
-        common.say(f"{what}: {cut} longer than --max-length {args.max_length} were cut, {dropped}")
+        common.say(f"{what}: {cut} longer than --max-length {args.max_length} were cut")
+        common.say(f"{what}: {len(rows) - len(kept)} of {len(rows)} dropped: no response left, or the template refuses")
     if not kept:
         common.fail(f"{what}: no row has a response within --max-length {args.max_length}")
     return kept
@@ -181,6 +178,7 @@ def held_out_loss(policy, rows: list[dict], pad_id: int, device: torch.device, a
 
 def main(args: Args) -> None:
     # 1 setup
+    common.check_numbers(args)
     device = common.setup(args.seed)
     dtype = common.compute_dtype(args.dtype, device)
     common.check_divides("--batch-size", args.batch_size, common.world_size(), "the number of ranks")
@@ -190,6 +188,8 @@ def main(args: Args) -> None:
     rows = common.load_rows(args.dataset, args.dataset_split, "demonstrations")
     eval_source = args.eval_dataset or ("toy" if args.dataset == "toy" else "")
     eval_rows = common.load_rows(eval_source, "test", "demonstrations")[: args.eval_prompts] if eval_source else []
+
+    common.load_rewards([args.eval_reward])  # a mistake in it is found now
 
     # 3 models
     policy = common.load_policy(args.model, device, dtype, True, args.gradient_checkpointing, fresh_seed=args.seed)
@@ -206,14 +206,16 @@ def main(args: Args) -> None:
     run = common.Run(args, "sft")
     models = {"policy": (policy, optimizer)}
 
-    def evaluate() -> dict[str, float]:
+    def evaluate(step: int) -> dict[str, float]:
         metrics = held_out_loss(policy, eval_rows, tokenizer.pad_token_id, device, args) if eval_rows else {}
         sampler.load_weights(policy)
         asked = [row for row in eval_rows if row["prompt_ids"]]
         limits = args.eval_samples, 1.0, args.max_response_length
-        return {**metrics, **common.evaluate(sampler, tokenizer, asked, args.eval_reward, *limits)}
+        sampled, samples = common.evaluate(sampler, tokenizer, asked, args.eval_reward, *limits)
+        run.log_samples(step, samples)
+        return {**metrics, **sampled}
 
-    state = run.restore(models) if run.checkpoint else {"before": evaluate()}
+    state = run.restore(models) if run.checkpoint else {"before": evaluate(0)}
 
     # 4 loop
     for step in range(run.step + 1, args.steps + 1):
@@ -243,12 +245,12 @@ def main(args: Args) -> None:
         numbers = {"grad_norm": grad_norm, "learning_rate": learning_rate, "num_tokens": num_tokens}
         numbers |= {"seconds": time.time() - began, **metrics.reduce()}
         due = args.eval_every and step % args.eval_every == 0 and step < args.steps
-        run.log(step, {**numbers, **(evaluate() if due else {})}, shown=("loss", "grad_norm"))
+        run.log(step, {**numbers, **(evaluate(step) if due else {})}, shown=("loss", "grad_norm"))
 
         # 4g evaluate and save
         if args.save_every and step % args.save_every == 0:
             run.save(step, models, state)
-    run.finish(policy, tokenizer, state["before"], evaluate(), dtype)
+    run.finish(policy, tokenizer, state["before"], evaluate(args.steps), dtype)
 
 
 if __name__ == "__main__":

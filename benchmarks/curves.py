@@ -1,6 +1,6 @@
 """Plot metrics of one or several runs against the step.
 
-    python benchmarks/curves.py runs/a runs/b --metrics reward kl completions/mean_length --out docs/img/curve.png
+python benchmarks/curves.py runs/a runs/b --metrics reward kl completions/mean_length --out docs/img/curve.png
 """
 
 import json

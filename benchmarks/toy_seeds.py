@@ -1,4 +1,4 @@
-"""Run a script's defaults on several seeds and print the table of docs/*.md: held-out metrics before and after, seconds.
+"""Run a script's defaults on several seeds and print a table: held-out metrics before and after, steps, seconds.
 
     python benchmarks/toy_seeds.py grpo.py --out benchmarks/results/grpo_toy          # seeds 1 2 3
     python benchmarks/toy_seeds.py sft.py --seeds 1 --out benchmarks/results/sft_toy
@@ -44,8 +44,9 @@ def main(args: Args) -> None:
         names = [n for n in SHOWN if n in summary["after"]]
         if not lines:
             said = " ".join([args.script, args.flags]).strip()
-            lines += [f"`python {said} --seed N`, commit {environment['commit'][:10]}, {environment['cpus']} CPU cores, "]
-            lines[-1] += f"{environment['threads']} thread(s), torch {environment['versions']['torch']}:\n"
+            where = f"{environment['cpus']} CPU cores, {environment['threads']} thread(s)"
+            torch = environment["versions"]["torch"]
+            lines += [f"`python {said} --seed N`, commit {environment['commit'][:10]}, {where}, torch {torch}:\n"]
             lines += ["| seed | " + " | ".join(n.removeprefix("eval/") for n in names) + " | steps | seconds |"]
             lines += ["|---" * (len(names) + 3) + "|"]
         cells = [f"{summary['before'][n]:.3f} → {summary['after'][n]:.3f}" for n in names]

@@ -7,7 +7,8 @@ A prompt is `7+5-3=`. An answer either shows its working, one step a clause, the
 
 or guesses: the result alone. Demonstrations show their working 40 % of the time and are then right 95 % of the time;
 the guesses are off by up to 3. A policy that imitates them mostly guesses and is mostly wrong, so reinforcement
-learning has something to find. No result, final or on the way, is below zero. Everything here is a fixed function of constants: `--seed` never changes the rows.
+learning has something to find. No result, final or on the way, is below zero. Everything here is a fixed function of
+constants: `--seed` never changes the rows.
 
     problems(split)        the questions, as lists of operands and operators; "train" and "test" never overlap
     rows(kind, split)      the rows of one kind, in the formats of TRL (see ROWS below)
@@ -30,7 +31,7 @@ Problem = tuple[tuple[int, ...], tuple[str, ...]]  # ((7, 5, 3), ("+", "-"))
 
 
 def problems(split: str) -> list[Problem]:
-    """The problems of "train" (1425) or "test" (600: 40 with two operands, 560 with three), in a fixed shuffled order."""
+    """The problems of "train" (1425) or "test" (600: 40 of two operands, 560 of three), in a fixed shuffled order."""
     if split not in ("train", "test"):
         raise ValueError(f'the toy task has the splits "train" and "test", not "{split}"')
     chosen = []
