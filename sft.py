@@ -1,8 +1,9 @@
 """Supervised fine-tuning (SFT): stage 1 of RLHF, the imitation of demonstrations.
 
 Minimises the negative log-likelihood of the responses, -sum_t log pi(y_t | x, y_<t), averaged over all response tokens
-of an optimizer step (Ouyang et al., "Training language models to follow instructions with human feedback", 2022,
-section 3.5 and appendix C.1). Choices that papers leave open, and ours:
+of an optimizer step. Stage 1 of Ouyang et al., "Training language models to follow instructions with human feedback"
+(2022), section 3.5; they give no formula, and train with dropout 0.2, no warm-up, and cosine decay to 10 %: ours are
+flags, dropout is off. AdamW has torch's betas 0.9, 0.999 and epsilon 1e-8. What papers leave open, and our choice:
 
 1. Only the response is trained on: prompts, chat headers and what a template prints after the stop id have no loss.
 2. The denominator is the number of response tokens of the whole minibatch, over all micro-batches and ranks, so that
@@ -77,7 +78,7 @@ class Args:
     eval_prompts: int = 600
     """Held-out rows to evaluate on, at most."""
     eval_samples: int = 4
-    """Samples per held-out prompt for sampled accuracy and pass@k; 0: no sampling."""
+    """Samples per held-out prompt for sampled accuracy and pass@k; 0: no accuracies at all."""
     eval_reward: str = "rewards.py:math_answer"
     """Reward function (file.py:function) that says which answers are right: at least 1."""
     max_response_length: int = 32
@@ -101,7 +102,7 @@ def sft_loss(logprobs: torch.Tensor, mask: torch.Tensor, num_tokens: float | Non
     """Mean negative log-likelihood of the trained tokens, a scalar in nats.
 
     `logprobs` and the bool `mask` are (B, T). `num_tokens` is the count over the whole minibatch, all micro-batches and
-    ranks; without it the mask's own. 0 where there are none. Source: Ouyang et al. (2022), section 3.5.
+    ranks; without it the mask's own. 0 where there are none.
     """
     objective = common.masked_sum(logprobs, mask)
     return -objective / max(mask.sum().item() if num_tokens is None else num_tokens, 1.0)
@@ -109,7 +110,7 @@ def sft_loss(logprobs: torch.Tensor, mask: torch.Tensor, num_tokens: float | Non
 
 # [shared: learning_rate_at]
 def learning_rate_at(step: int, args: "Args") -> float:
-    """Learning rate of optimizer step `step` (0-based): linear warm-up, then --lr-schedule down to 0 at --steps."""
+    """Learning rate of step `step` (0-based): linear warm-up, then --lr-schedule down to 0 at --steps."""
     if step < args.warmup_steps:
         return args.learning_rate * (step + 1) / (args.warmup_steps + 1)
     done = (step - args.warmup_steps) / max(args.steps - args.warmup_steps, 1)
@@ -179,9 +180,11 @@ def held_out_loss(policy, rows: list[dict], pad_id: int, device: torch.device, a
 def main(args: Args) -> None:
     # 1 setup
     common.check_numbers(args)
-    device = common.setup(args.seed)
+    device = common.setup(args.seed, threads=1 if args.model == "toy" else None)  # more would wait for each other
     dtype = common.compute_dtype(args.dtype, device)
     common.check_divides("--batch-size", args.batch_size, common.world_size(), "the number of ranks")
+
+    run = common.Run(args, "sft")
 
     # 2 data
     tokenizer = common.load_tokenizer(args.model)
@@ -198,12 +201,15 @@ def main(args: Args) -> None:
     eval_rows = encode(eval_rows, tokenizer, stops, args, "held-out rows") if eval_rows else []
     if len(rows) < args.batch_size:
         common.fail(f"--dataset has {len(rows)} usable rows, fewer than --batch-size {args.batch_size}")
-    args.steps = args.steps or max(1, round(args.epochs * len(rows) / args.batch_size))
+    args.steps = args.steps or max(
+        1, round(args.epochs * len(rows) / args.batch_size)
+    )  # args.json keeps what was given
+    common.check_sizes(policy, tokenizer, max(len(row["mask"]) for row in [*rows, *eval_rows]))
     common.check_logprobs(policy, rows[0]["input_ids"], dtype, device)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=args.learning_rate, weight_decay=args.weight_decay)
     sampler = common.HFSampler(policy, stops, tokenizer.pad_token_id, args.seed, dtype)
     common.say(f"policy: {sum(p.numel() for p in policy.parameters()):,} parameters on {common.world_size()} rank(s)")
-    run = common.Run(args, "sft")
+    run.start()
     models = {"policy": (policy, optimizer)}
 
     def evaluate(step: int) -> dict[str, float]:
@@ -218,7 +224,7 @@ def main(args: Args) -> None:
     state = run.restore(models) if run.checkpoint else {"before": evaluate(0)}
 
     # 4 loop
-    for step in range(run.step + 1, args.steps + 1):
+    for step in run.steps():
         began, metrics = time.time(), common.Metrics()
         learning_rate = learning_rate_at(step - 1, args)
         order = common.data_order(len(rows), args.seed, (step - 1) * args.batch_size, args.batch_size)
@@ -250,7 +256,7 @@ def main(args: Args) -> None:
         # 4g evaluate and save
         if args.save_every and step % args.save_every == 0:
             run.save(step, models, state)
-    run.finish(policy, tokenizer, state["before"], evaluate(args.steps), dtype)
+    run.finish(policy, tokenizer, state["before"], evaluate(run.step), dtype)
 
 
 if __name__ == "__main__":

@@ -33,14 +33,15 @@ FIRST_STEP = {  # one rollout or batch, several updates at a learning rate too s
 }  # fmt: skip
 CUTS = {
     "one micro-batch": {},
-    "many micro-batches": {"microbatch_tokens": 30},
-    "recomputed": {"microbatch_tokens": 60, "gradient_checkpointing": True},
+    "many micro-batches, recomputed": {"microbatch_tokens": 30, "gradient_checkpointing": True, "eval_samples": 0},
 }
+ONE_UPDATE = {"epochs_per_step": 1, "minibatches": 1}
+ONE = {"sft": {"steps": 1, "eval_prompts": 1}, "grpo": {"steps": 1, "eval_prompts": 1, **ONE_UPDATE}}
 RESUMED = {
-    "sft": {"save_every": 2, "eval_every": 3},
-    "grpo": {"save_every": 2, "eval_every": 3, "prompts_per_step": 4, "group_size": 2},
+    "sft": {"steps": 3, "save_every": 2, "eval_every": 1},
+    "grpo": {"steps": 3, "save_every": 2, "prompts_per_step": 4, "group_size": 2},
 }
-UPDATES_OF_FOUR_STEPS = {"sft": 4, "grpo": 16}
+MIDDLE_OF_STEP_3 = {"sft": 3, "grpo": 2 * 4 + 3}  # in updates
 LENGTHS = [[100] * 5, [20] * 5]  # of rank 0 and rank 1
 
 
@@ -188,11 +189,10 @@ def first_steps(_: int) -> dict[str, dict]:
 
 
 def resumed(_: int) -> dict:
-    """An uninterrupted run and one that dies in its fifth step and goes on; a copy of the latter's state is left."""
+    """An uninterrupted run and one that dies in its third step and goes on; a copy of the latter's state is left."""
     for script, settings in RESUMED.items():
         tiny_runs.run(script, FOLDER, f"{script}-whole", **settings)
-        dies_at = UPDATES_OF_FOUR_STEPS[script] + 1
-        cut = tiny_runs.interrupted(script, FOLDER, f"{script}-cut", dies_at, **settings)
+        cut = tiny_runs.interrupted(script, FOLDER, f"{script}-cut", MIDDLE_OF_STEP_3[script], **settings)
         common.on_main(shutil.copytree, cut, FOLDER / f"{script}-cut-by-two")
         common.all_gather(None)
         tiny_runs.run(script, FOLDER, f"{script}-cut", **settings, resume=True)
@@ -205,7 +205,7 @@ def resumed_from_one_rank(_: int) -> dict:
 
 
 def bfloat16(_: int) -> dict:
-    run = tiny_runs.run("grpo", FOLDER, "bfloat16", steps=2, dtype="bfloat16", minibatches=1)
+    run = tiny_runs.run("grpo", FOLDER, "bfloat16", steps=2, dtype="bfloat16", **ONE_UPDATE)
     return {"metrics": tiny_runs.metrics(run)}
 
 
@@ -239,30 +239,32 @@ def paired(_: int) -> dict:
         "eval_dataset": "",
         "answer_column": "gold",
         "reward": [f"{FOLDER / 'stub.py'}:paired"],
+        **ONE_UPDATE,
     }
-    args = tiny_runs.grpo_args(FOLDER, "paired", prompts_per_step=4, steps=4, microbatch_tokens=20, **settings)
+    args = tiny_runs.grpo_args(FOLDER, "paired", prompts_per_step=4, steps=2, microbatch_tokens=20, **settings)
     with patch.object(common.HFSampler, "generate", echo), patch.object(common, "MAX_SAMPLER_GAP", float("inf")):
         grpo.main(args)
     common.all_gather(None)
     return {"rewards": [line["reward"] for line in tiny_runs.metrics(Path(args.run_dir))]}
 
 
-ONE = {"sft": {}, "grpo": {"minibatches": 1}}
-
-
 def few_held_out_rows(_: int) -> dict:
     """One held-out row, two ranks."""
     return {
-        script: (
-            tiny_runs.run(script, FOLDER, f"{script}-few", steps=1, eval_prompts=1, **ONE[script]) / "summary.json"
-        ).read_text()
+        script: (tiny_runs.run(script, FOLDER, f"{script}-few", **ONE[script]) / "summary.json").read_text()
         for script in ("sft", "grpo")
     }
 
 
+def one_rank_fails(_: int) -> None:
+    """The last: a reward function raises on rank 1 while rank 0 goes on to a collective."""
+    settings = {"reward": [f"{FOLDER / 'stub.py'}:broken_on_rank_1"], "prompts_per_step": 4, "eval_samples": 0}
+    tiny_runs.run("grpo", FOLDER, "failed", **settings)
+
+
 CHECKS = [
     metrics, shares, whitened, microbatches, on_main, clipped, refusals, sampler, saved, first_steps, resumed,
-    resumed_from_one_rank, bfloat16, one_bad_rank, paired, few_held_out_rows,
+    resumed_from_one_rank, bfloat16, one_bad_rank, paired, few_held_out_rows, one_rank_fails,
 ]  # fmt: skip
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def stopped(capsys, function, *args) -> tuple[int, str]:
 
 
 @pytest.fixture
-def refused(capsys, tmp_path):
+def refusal(capsys, tmp_path):
     """The one sentence on stderr of a script that must end with exit code 2 before it writes anything."""
 
     def call(script: str, **changes) -> str:
@@ -104,8 +104,8 @@ def test_booleans_are_flag_and_no_flag(script):
     "flag, value",
     [("prompt_column", "question"), ("answer_column", "solution")],
 )
-def test_an_unknown_column(refused, script, flag, value):
-    message = refused(script, **{flag: value})
+def test_an_unknown_column(refusal, script, flag, value):
+    message = refusal(script, **{flag: value})
     assert f'--{flag.replace("_", "-")} "{value}"' in message
     assert all(name in message for name in ("prompt", "answer"))  # the columns that there are
 
@@ -116,41 +116,50 @@ def test_an_unknown_column(refused, script, flag, value):
     "content, named",
     [(None, "missing.jsonl"), ("", "has no rows"), ('{"prompt": "1+1="}\n{"prompt"\n', "line 2"), ("[1]\n", "line 1")],
 )
-def test_a_dataset_that_cannot_be_read(refused, tmp_path, script, flag, content, named):
+def test_a_dataset_that_cannot_be_read(refusal, tmp_path, script, flag, content, named):
     path = tmp_path / "missing.jsonl"
     if content is not None:
         path.write_text(content)
-    message = refused(script, **{flag: str(path)})
+    message = refusal(script, **{flag: str(path)})
     assert named in message and str(path) in message
 
 
 @BOTH
-def test_an_unknown_split_of_the_toy_task(refused, script):
-    message = refused(script, dataset="toy", dataset_split="dev")
+def test_an_unknown_split_of_the_toy_task(refusal, script):
+    message = refusal(script, dataset="toy", dataset_split="dev")
     assert "dev" in message and "split" in message
 
 
 @BOTH
-@pytest.mark.parametrize("column", ["prompt", "answer"])
 @pytest.mark.parametrize("value", [None, 5.5, {}])
-def test_a_row_with_a_value_that_is_no_text(refused, tmp_path, script, column, value):
-    column = "completion" if (script, column) == ("sft", "answer") else column
+def test_a_prompt_that_is_no_text(refusal, tmp_path, script, value):
+    rows = world.rows("demonstrations", "test")[:20]
+    rows[6] = {**rows[6], "prompt": value}
+    message = refusal(script, dataset=write_rows(tmp_path / "rows.jsonl", rows))
+    assert "row 7" in message and "prompt" in message
+
+
+@pytest.mark.parametrize(
+    "script, column, value",
+    [("sft", "completion", None), ("sft", "completion", 5.5), ("sft", "completion", {}), ("grpo", "answer", None)],
+)
+def test_a_response_or_answer_that_cannot_be_used(refusal, tmp_path, script, column, value):
     rows = world.rows("demonstrations", "test")[:20]
     rows[6] = {**rows[6], column: value}
-    message = refused(script, dataset=write_rows(tmp_path / "rows.jsonl", rows))
+    message = refusal(script, dataset=write_rows(tmp_path / "rows.jsonl", rows))
     assert "row 7" in message and column in message
 
 
-def test_a_dataset_smaller_than_a_batch(refused):
-    message = refused("sft", batch_size=21)
+def test_a_dataset_smaller_than_a_batch(refusal):
+    message = refusal("sft", batch_size=21)
     assert "--batch-size 21" in message and "20" in message
-    message = refused("grpo", prompts_per_step=6)
+    message = refusal("grpo", prompts_per_step=6)
     assert "--prompts-per-step 6" in message and "5" in message
 
 
-def test_prompts_that_are_all_too_long(refused):
-    assert "--max-prompt-length 2" in refused("grpo", max_prompt_length=2)
-    assert "--max-length 2" in refused("sft", max_length=2)
+def test_prompts_that_are_all_too_long(refusal):
+    assert "--max-prompt-length 2" in refusal("grpo", max_prompt_length=2)
+    assert "--max-length 2" in refusal("sft", max_length=2)
 
 
 def test_longer_prompts_are_dropped_and_counted(tmp_path, capsys):
@@ -162,16 +171,16 @@ def test_longer_prompts_are_dropped_and_counted(tmp_path, capsys):
     assert asked == {"1+1=", "2+0="}
 
 
-def test_text_and_conversation_in_one_row(refused, tmp_path):
+def test_text_and_conversation_in_one_row(refusal, tmp_path):
     rows = [{"prompt": "1+1=", "completion": "2"}] * 8
     rows[2] = {"prompt": "1+1=", "completion": [{"role": "assistant", "content": "2"}]}
-    assert "row 3" in refused("sft", dataset=write_rows(tmp_path / "rows.jsonl", rows))
+    assert "row 3" in refusal("sft", dataset=write_rows(tmp_path / "rows.jsonl", rows))
 
 
-def test_messages_that_are_no_list(refused, tmp_path):
+def test_messages_that_are_no_list(refusal, tmp_path):
     rows = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 3
     rows[1] = {"messages": "a conversation"}
-    message = refused("sft", dataset=write_rows(tmp_path / "rows.jsonl", rows))
+    message = refusal("sft", dataset=write_rows(tmp_path / "rows.jsonl", rows))
     assert "row 2" in message and "messages" in message
 
 
@@ -179,11 +188,11 @@ def test_messages_that_are_no_list(refused, tmp_path):
 
 
 @BOTH
-def test_conversations_need_a_chat_template(refused, tmp_path, script):
+def test_conversations_need_a_chat_template(refusal, tmp_path, script):
     chat = [{"role": "user", "content": "1+1="}]
     answer = [{"role": "assistant", "content": "2"}] if script == "sft" else "2"
     rows = [{"prompt": chat, tiny_runs.SCRIPTS[script].Args().answer_column: answer}] * 20
-    assert "chat template" in refused(script, dataset=write_rows(tmp_path / "rows.jsonl", rows))
+    assert "chat template" in refusal(script, dataset=write_rows(tmp_path / "rows.jsonl", rows))
 
 
 def without_eos(path: Path) -> None:
@@ -207,10 +216,10 @@ BAD_MODELS = {
 
 @BOTH
 @pytest.mark.parametrize("kind", BAD_MODELS)
-def test_a_model_that_cannot_be_used(refused, tmp_path, script, kind):
+def test_a_model_that_cannot_be_used(refusal, tmp_path, script, kind):
     path = tmp_path / "model"
     BAD_MODELS[kind](path)
-    message = refused(script, model=str(path))
+    message = refusal(script, model=str(path))
     assert "--model" in message and str(path) in message
     assert ("EOS" in message) == (kind == "no EOS")
 
@@ -248,26 +257,26 @@ def reward_files(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("reward_files")
 @pytest.mark.parametrize("kind", BAD_REWARDS)
-def test_a_reward_that_cannot_be_used(refused, kind):
+def test_a_reward_that_cannot_be_used(refusal, kind):
     spec, named = BAD_REWARDS[kind]
-    message = refused("grpo", reward=[spec])
+    message = refusal("grpo", reward=[spec])
     assert "reward" in message and all(word in message for word in named)
 
 
 @pytest.mark.usefixtures("reward_files")
-def test_a_reward_function_named_twice(refused):
-    assert "good" in refused("grpo", reward=["stub.py:good=1", "stub.py:good=2"])
+def test_a_reward_function_named_twice(refusal):
+    assert "good" in refusal("grpo", reward=["stub.py:good=1", "stub.py:good=2"])
 
 
-def test_grpo_needs_some_reward(refused):
-    assert "--reward" in refused("grpo", reward=[])
+def test_grpo_needs_some_reward(refusal):
+    assert "--reward" in refusal("grpo", reward=[])
 
 
 @BOTH
 @pytest.mark.usefixtures("reward_files")
 @pytest.mark.parametrize("spec", ["elsewhere.py:good", "stub.py:bad"])
-def test_an_evaluation_reward_that_cannot_be_used(refused, script, spec):
-    assert spec in refused(script, eval_reward=spec)
+def test_an_evaluation_reward_that_cannot_be_used(refusal, script, spec):
+    assert spec in refusal(script, eval_reward=spec)
 
 
 # ---------------------------------------------------------------------------------------------------------- numbers
@@ -278,7 +287,8 @@ def test_an_evaluation_reward_that_cannot_be_used(refused, script, spec):
     [
         ("sft", {"batch_size": 0}),
         ("sft", {"steps": -1}),
-        ("sft", {"epochs": -1.0, "steps": 0}),
+        ("sft", {"steps": 0}),
+        ("sft", {"epochs": -1.0, "steps": None}),
         ("grpo", {"steps": 0}),
         ("grpo", {"group_size": 1}),
         ("grpo", {"temperature": 0.0}),
@@ -302,9 +312,9 @@ def test_an_evaluation_reward_that_cannot_be_used(refused, script, spec):
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(f"{k}={v}" for k, v in value.items()),
 )
-def test_a_number_out_of_range(refused, script, changes):
+def test_a_number_out_of_range(refusal, script, changes):
     flag = next(iter(changes)).replace("_", "-")
-    assert f"--{flag}" in refused(script, **changes)
+    assert f"--{flag}" in refusal(script, **changes)
 
 
 def test_a_clip_range_that_reaches_zero_is_allowed(tmp_path):
@@ -326,9 +336,9 @@ def test_an_existing_run_directory_is_left_alone(script, tmp_path, capsys):
 
 
 @BOTH
-def test_resume_without_its_directory(refused, script):
-    assert "--run-dir" in refused(script, run_dir="", resume=True)
-    assert "--resume" in refused(script, resume=True)
+def test_resume_without_its_directory(refusal, script):
+    assert "--run-dir" in refusal(script, run_dir="", resume=True)
+    assert "--resume" in refusal(script, resume=True)
 
 
 @BOTH

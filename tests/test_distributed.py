@@ -12,6 +12,7 @@ import distributed_worker as worker
 import pytest
 import tiny_runs
 import torch
+from safetensors.torch import load_file
 from tiny_runs import same_weights, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -19,35 +20,23 @@ import common
 from toy import world
 
 RANKS = 2
-LIMIT = 300.0  # seconds; only a hang takes as long
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+LIMIT = 900.0  # seconds; only a hang takes as long, on any machine
 STUB = """
+import os, pathlib, time
+
 def digits(prompts, completions, **columns):
     return [float(sum(map(int, filter(str.isdigit, c))) % 3) for c in completions]
 
 def paired(prompts, completions, answer, k, **columns):
     rows = zip(prompts, completions, answer, k, strict=True)
     return [float(prompt.split("+")[0] == completion == gold == str(i)) for prompt, completion, gold, i in rows]
+
+def broken_on_rank_1(prompts, completions, **columns):
+    if os.environ["RANK"] == "1":
+        pathlib.Path(__file__).with_name("failed_at.txt").write_text(str(time.time()))
+        raise ZeroDivisionError("on purpose")
+    return [0.0] * len(completions)
 """
-
-
-def torchrun(*words: str) -> tuple[int, str]:
-    """(exit code, standard error) of a job of two processes."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    job = subprocess.Popen(
-        [*TORCHRUN, *words],
-        env=environment,
-        text=True,
-        cwd=common.ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
-    try:
-        _, said = job.communicate(timeout=LIMIT)
-    except subprocess.TimeoutExpired:
-        job.terminate()  # which ends its processes too
-        raise AssertionError(f"the job hangs: {job.communicate()[1][-3000:]}") from None
-    return job.returncode, said
 
 
 @pytest.fixture(scope="module")
@@ -58,22 +47,36 @@ def folder(tmp_path_factory) -> Path:
     (path / "stub.py").write_text(STUB)
     tiny_runs.toy_reward_model(path / "reward")
     tiny_runs.shifted_policy(path / "reference")
-    tiny_runs.grpo_args(path)  # writes its rows, that no rank may write while another reads
-    tiny_runs.run("sft", path, "sft-whole-by-one", **worker.RESUMED["sft"])
-    tiny_runs.interrupted(
-        "sft", path, "sft-cut-by-one", worker.UPDATES_OF_FOUR_STEPS["sft"] + 1, **worker.RESUMED["sft"]
-    )
+    tiny_runs.grpo_args(path)  # writes its rows: no rank may write while another reads
+    settings, dies_at = worker.RESUMED["sft"], worker.MIDDLE_OF_STEP_3["sft"]
+    tiny_runs.run("sft", path, "sft-whole-by-one", **settings)
+    tiny_runs.interrupted("sft", path, "sft-cut-by-one", dies_at, **settings)
     return path
 
 
 @pytest.fixture(scope="module")
-def two(folder):
-    """name of a check -> its values on rank 0 and rank 1."""
-    code, said = torchrun(str(Path(worker.__file__)), str(folder))
+def job(folder) -> dict:
+    """The job of two processes, ended: exit code, standard error, time of the end."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    running = subprocess.Popen(
+        [*command, str(Path(worker.__file__)), str(folder)], env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        _, said = running.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        running.terminate()  # which ends its processes too
+        raise AssertionError(f"the job hangs: {running.communicate()[1][-3000:]}") from None
+    return {"code": running.returncode, "said": said, "ended": time.time()}
+
+
+@pytest.fixture(scope="module")
+def two(folder, job):
+    """Name of a check -> its values on rank 0 and rank 1."""
 
     def values(name: str) -> list:
         paths = [folder / f"{name}_{rank}.pt" for rank in range(RANKS)]
-        assert all(path.exists() for path in paths), f"the job ended with code {code}: {said[-3000:]}"
+        assert all(path.exists() for path in paths), job["said"][-3000:]
         return [torch.load(path, weights_only=False) for path in paths]
 
     return values
@@ -82,8 +85,12 @@ def two(folder):
 # ------------------------------------------------------------------------------------------------------ reductions
 
 
-def test_all_ranks_finish_and_leave_no_error(two):
-    assert [two(check.__name__) for check in worker.CHECKS]
+def test_an_error_on_one_rank_ends_the_job_with_its_message(two, job, folder):
+    """Rank 1 fails in the last check, while rank 0 is in a collective; all checks before it are through."""
+    assert all(two(check.__name__) for check in worker.CHECKS[:-1])
+    assert job["code"] != 0 and job["ended"] - float((folder / "failed_at.txt").read_text()) < 60
+    assert 'reward function "broken_on_rank_1" failed: ZeroDivisionError: on purpose' in job["said"]
+    assert not (folder / "failed" / "model").exists()
 
 
 def test_metrics_are_one_sum_over_one_count(two):
@@ -164,6 +171,7 @@ def test_the_sampler_gets_the_weights_of_a_sharded_policy(two):
 def test_a_model_saved_by_two_ranks_is_an_ordinary_one(two, folder):
     model, info = AutoModelForCausalLM.from_pretrained(folder / "saved", output_loading_info=True)
     assert not any(info.values()) and model.lm_head.weight is model.model.embed_tokens.weight
+    assert "lm_head.weight" not in load_file(folder / "saved" / "model.safetensors")  # the tied weight once
     assert len(AutoTokenizer.from_pretrained(folder / "saved")) == len(world.tokenizer())
     for whole in two("saved"):
         assert same_weights(dict(model.named_parameters()), whole)
@@ -199,10 +207,12 @@ def test_gradients_logs_and_samples_do_not_depend_on_the_cut(two, one, script, c
                 assert (update[name] - gradient).abs().max() <= 1e-5 * norm, name
         (line,), (wanted,) = found["metrics"], expected["metrics"]
         assert close(line, wanted)
-        summary, wanted = json.loads(found["summary"]), json.loads(expected["summary"])
-        assert close(summary["before"], wanted["before"]) and close(summary["after"], wanted["after"])
+        if "eval_samples" not in worker.CUTS[cut]:
+            summary, wanted = json.loads(found["summary"]), json.loads(expected["summary"])
+            assert close(summary["before"], wanted["before"]) and close(summary["after"], wanted["after"])
     samples = per_rank[0]["samples"] | per_rank[1]["samples"]
-    assert samples == expected["samples"] and samples
+    assert samples == {key: value for key, value in expected["samples"].items() if key in samples}
+    assert {key for key in expected["samples"] if key[0] == "train/1"} <= samples.keys()
     assert per_rank[0]["samples"].keys().isdisjoint(per_rank[1]["samples"])
 
 
@@ -222,12 +232,12 @@ def test_a_gradient_that_is_bad_on_one_rank_is_skipped_on_all(two):
 
 
 def test_prompts_answers_and_columns_stay_together_on_each_rank(two):
-    assert two("paired") == [{"rewards": [1.0] * 4}] * RANKS
+    assert two("paired") == [{"rewards": [1.0] * 2}] * RANKS
 
 
 def test_fewer_held_out_rows_than_ranks(two, folder):
     alone = {
-        script: tiny_runs.run(script, folder, f"{script}-few-one", steps=1, eval_prompts=1, **settings)
+        script: tiny_runs.run(script, folder, f"{script}-few-one", **settings)
         for script, settings in worker.ONE.items()
     }
     for found in two("few_held_out_rows"):
@@ -251,16 +261,17 @@ def test_bfloat16_on_two_ranks(two, folder):
 def test_two_ranks_resume_bit_for_bit(two, folder, script):
     two("resumed")
     tiny_runs.same_run(folder / f"{script}-cut", folder / f"{script}-whole")
-    files = {f.name for f in (folder / f"{script}-cut" / "checkpoints" / "step_4").iterdir()}
+    files = {f.name for f in (folder / f"{script}-cut" / "checkpoints" / "step_2").iterdir()}
     assert {"rng_0.pt", "rng_1.pt"} <= files
 
 
 def resumed_like(folder: Path, whole: Path) -> None:
     """The step after the checkpoint is the uninterrupted run's, up to the rounding that another cut makes."""
     a, b = tiny_runs.metrics(folder), tiny_runs.metrics(whole)
-    assert len(a) == len(b) == 5 and a[:4] == b[:4]
-    assert a[4].keys() == b[4].keys() and a[4] == pytest.approx(b[4], rel=1e-3, abs=1e-5)
-    assert all(torch.allclose(tensor, weights(whole)[name], atol=1e-3) for name, tensor in weights(folder).items())
+    assert len(a) == len(b) == 3 and a[:2] == b[:2]
+    assert a[2].keys() == b[2].keys() and a[2] == pytest.approx(b[2], rel=1e-3, abs=1e-5)
+    ours, theirs = weights(folder), weights(whole)
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-3) for name in ours.keys() & theirs.keys())
 
 
 @pytest.mark.parametrize("script", ["sft", "grpo"])
@@ -273,27 +284,3 @@ def test_one_rank_goes_on_with_the_checkpoint_of_two(two, folder, script):
 def test_two_ranks_go_on_with_the_checkpoint_of_one(two, folder):
     two("resumed_from_one_rank")
     resumed_like(folder / "sft-cut-by-one", folder / "sft-whole-by-one")
-
-
-# -------------------------------------------------------------------------------------------------- the real launch
-
-
-def test_an_error_on_one_rank_ends_the_job_with_its_message(tmp_path):
-    """The other rank waits in a collective by then."""
-    source = """
-import os, pathlib, time
-def broken(prompts, completions, **columns):
-    if os.environ["RANK"] == "1":
-        pathlib.Path(__file__).with_suffix(".time").write_text(str(time.time()))
-        raise ZeroDivisionError("on purpose")
-    return [0.0] * len(completions)
-"""
-    (tmp_path / "stub.py").write_text(source)
-    data = tiny_runs.write_rows(tmp_path / "prompts.jsonl", world.rows("prompts", "test")[:4])
-    flags = {"--dataset": data, "--reward": f"{tmp_path / 'stub.py'}:broken", "--run-dir": str(tmp_path / "run")}
-    flags |= {"--prompts-per-step": "2", "--group-size": "2", "--eval-samples": "0"}
-    code, said = torchrun("grpo.py", *(word for pair in flags.items() for word in pair))
-    took = time.time() - float((tmp_path / "stub.time").read_text())
-    assert code != 0 and took < 30
-    assert 'reward function "broken" failed: ZeroDivisionError: on purpose' in said
-    assert not (tmp_path / "run" / "model").exists()

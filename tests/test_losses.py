@@ -179,7 +179,7 @@ def test_the_cut_into_microbatches_does_not_change_the_gradient(cut):
     parts, total = logprobs.clone().requires_grad_(), 0.0
     for rows in cut:
         piece = [x[rows] for x in (parts, old, advantages, mask)]
-        piece_loss = grpo.policy_loss(*piece, 0.2, 0.2, ref[rows], 0.04, num_sequences=5.0)
+        piece_loss = grpo.policy_loss(*piece, 0.2, 0.2, ref[rows], 0.04, denominator=5.0)
         piece_loss.backward()
         total += piece_loss.item()
     assert total == pytest.approx(loss.item(), abs=1e-6)

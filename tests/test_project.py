@@ -321,9 +321,17 @@ def commands(page: Path) -> list[list[str]]:
     ]  # fmt: skip
 
 
+def flags_of(path: Path) -> set[str]:
+    """The flags of a program with a class Args."""
+    classes = [n for n in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(n, ast.ClassDef)]
+    fields_of = [
+        node.target.id for c in classes if c.name == "Args" for node in c.body if isinstance(node, ast.AnnAssign)
+    ]
+    return {f"--{no}{name.replace('_', '-')}" for name in fields_of for no in ("", "no-")}
+
+
 def known_flags() -> set[str]:
-    names = {name.replace("_", "-") for script in SCRIPTS for name in flag_help(script)}
-    return {f"--{name}" for name in names} | {f"--no-{name}" for name in names} | OTHER_FLAGS
+    return OTHER_FLAGS.union(*map(flags_of, [*MODULES.values(), *ROOT.glob("benchmarks/*.py")]))
 
 
 @each_page
@@ -343,14 +351,30 @@ def test_commands_named_in_docs_work(page):
             assert set(rest) <= targets, words
             continue
         file = next((word for word in rest if word.endswith(".py")), None)
-        if file is None:  # python -m pytest and the like
-            assert "-m" in rest or "-c" in rest, words
+        if file is None:  # the bare name of a program, `python -m pytest` and the like
+            assert not rest or rest[0].startswith("-"), words
             continue
         assert (ROOT / file).is_file(), words
-        if Path(file).stem in SCRIPTS and "--help" not in rest:
-            given = [word for word in rest[rest.index(file) + 1 :] if word not in ("...", "…")]
-            script = importlib.import_module(Path(file).stem)
-            assert common.parse_args(script.Args, given), words
+        given = [word for word in rest[rest.index(file) + 1 :] if word not in ("...", "…")]
+        if file.startswith("benchmarks/"):
+            assert {word for word in given if word.startswith("--")} <= flags_of(ROOT / file), words
+        elif Path(file).stem in SCRIPTS and "--help" not in given:
+            assert common.parse_args(importlib.import_module(Path(file).stem).Args, given), words
+
+
+@each_page
+def test_names_of_code_in_docs_exist(page):
+    """`common.pad` is an attribute of that module; `b_mask` stands somewhere in the code."""
+    inline, _ = code_of(page)
+    code = "\n".join(path.read_text(encoding="utf-8") for path in [*MODULES.values(), *ROOT.glob("toy/*.py")])
+    for name in inline:
+        if match := re.fullmatch(r"(\w+)\.(\w+)(\(.*\))?", name):
+            module, attribute, _ = match.groups()
+            assert module not in MODULES or attribute == "py" or hasattr(importlib.import_module(module), attribute), (
+                name
+            )
+        elif re.fullmatch(r"[a-z]\w*_\w+", name):
+            assert re.search(rf"\b{name}\b", code), name
 
 
 @each_page
@@ -370,30 +394,35 @@ def test_files_named_in_docs_exist(page):
 
 
 @pytest.fixture(scope="module")
-def logged(tmp_path_factory) -> set[str]:
-    """Every metric name that tiny runs log, with --eval-every and all roles."""
+def logged(tmp_path_factory) -> dict[str, set[str]]:
+    """script -> every metric name that a tiny run of it logs, with --eval-every and all roles."""
     folder = tmp_path_factory.mktemp("metrics")
     stub = folder / "stub.py"
     stub.write_text("def stub(prompts, completions, **columns):\n    return [float(len(c)) for c in completions]\n")
-    reward_model = tiny_runs.toy_reward_model(folder / "reward")
-    settings = {"sft": {}, "grpo": {"reward": [f"{stub}:stub"], "reward_model": [str(reward_model)]}}
-    names = set()
+    judge = tiny_runs.toy_reward_model(folder / "judge")
+    settings = {"sft": {}, "grpo": {"reward": [f"{stub}:stub"], "reward_model": [str(judge)]}}
+    names = {}
     for script, changes in settings.items():
         run = tiny_runs.run(script, folder, script, steps=2, eval_every=1, eval_samples=4, **changes)
-        for line in tiny_runs.lines(run / "metrics.jsonl"):
-            names |= line.keys()
-    plain = {name for name in names if name != "step" and not name.startswith(("rewards/stub", f"rewards/{folder}"))}
-    return {re.sub(r"^eval/pass@\d+$", "eval/pass@k", name) for name in plain} | {"rewards/<name>/mean"}
+        names[script] = {general(key) for line in tiny_runs.lines(run / "metrics.jsonl") for key in line}
+    return names
 
 
-def metrics_described(page: Path) -> set[str]:
-    """The names in backticks in the first column of a page's tables."""
-    names: set[str] = set()
-    for line in page.read_text(encoding="utf-8").splitlines():
-        if line.startswith("|"):
-            names |= set(re.findall(r"`([^`]+)`", line.split("|")[1]))
-    return {re.sub(r"^eval/pass@\w+$", "eval/pass@k", name) for name in names} - {"step"}
+def general(name: str) -> str:
+    """The name with its variable part replaced."""
+    return re.sub(r"^rewards/[^/]+/mean$", "rewards/NAME/mean", re.sub(r"^eval/pass@\w+$", "eval/pass@K", name))
+
+
+def metrics_described(page: Path) -> dict[str, str]:
+    """The names in backticks in the first column of a page's tables -> the second column."""
+    rows = [line.split("|") for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    return {general(name): row[2].strip() for row in rows for name in re.findall(r"`([^`]+)`", row[1])}
 
 
 def test_the_metrics_page_describes_exactly_what_is_logged(logged):
-    assert metrics_described(METRICS_PAGE) == logged
+    described = metrics_described(METRICS_PAGE)
+    assert described.keys() == set().union(*logged.values())
+    for name, scripts in described.items():
+        if scripts == "all" or re.fullmatch(r"\w+\.py(, \w+\.py)*", scripts):
+            named = set(logged) if scripts == "all" else {script.removesuffix(".py") for script in scripts.split(", ")}
+            assert named == {script for script, names in logged.items() if name in names}, name

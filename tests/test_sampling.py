@@ -136,7 +136,7 @@ def test_sampled_log_probs_equal_those_of_the_trainer(architecture, greedy):
     inputs = common.collate(prompts, responses, 0, CPU)
     with torch.no_grad():
         trainer = common.token_logprobs(model, *inputs, 0.7)
-    torch.testing.assert_close(common.align(logprobs, lengths, inputs[2]), trainer, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(common.align(common.cut(logprobs, lengths), inputs[2]), trainer, rtol=1e-5, atol=1e-5)
     beyond = torch.arange(ids.shape[1]) >= lengths[:, None]
     assert logprobs.dtype == torch.float32 and (beyond.any() or greedy)
     assert not logprobs[beyond].any() and not ids[beyond].any()
@@ -306,7 +306,7 @@ def test_align_puts_values_of_responses_of_unequal_length_at_their_tokens():
     lengths = torch.tensor([1, 3, 0])
     _, _, response = common.collate([[5, 2, 6], [7], [4]], [[8], [9, 2, 3], []], 0, CPU)
     values = torch.tensor([[0.5, 99, 99], [1, 2, 3], [99, 99, 99]])
-    assert common.align(values, lengths, response).tolist() == [[0, 0, 0, 0.5], [0, 1, 2, 3], [0, 0, 0, 0]]
+    assert common.align(common.cut(values, lengths), response).tolist() == [[0, 0, 0, 0.5], [0, 1, 2, 3], [0, 0, 0, 0]]
 
 
 LENGTHS = [[1, 9, 2], [5] * 7, [20], [1], [3, 1, 4, 1, 5, 9, 2, 6], []]

@@ -7,9 +7,14 @@ from pathlib import Path
 import pytest
 import tiny_runs
 import torch
-from helpers import byte_tokenizer, tiny_gpt2, tiny_model
-from tiny_runs import Watched, grpo_args, sft_args, weights, write_rows
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from helpers import byte_tokenizer, tiny_model
+from tiny_runs import Watched, grpo_args, same_weights, sft_args, weights, write_rows
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GPT2Config,
+)
 
 import common
 import grpo
@@ -32,7 +37,7 @@ def finite(metrics: list[dict]) -> bool:
 
 def trained_samples(folder: Path) -> list[dict]:
     """The samples of the rollouts in samples.jsonl, without those of evaluations."""
-    return [sample for sample in tiny_runs.lines(folder / "samples.jsonl") if "reward" in sample]
+    return [sample for sample in tiny_runs.lines(folder / "samples.jsonl") if sample["split"] == "train"]
 
 
 def loads_with_plain_transformers(folder: Path, policy: torch.nn.Module, dtype=torch.float32) -> None:
@@ -89,7 +94,7 @@ def test_bfloat16(tmp_path, script):
     assert finite(run.metrics) and {p.dtype for p in run.policy.parameters()} == {torch.float32}
     assert json.loads((run.run_dir / "model" / "config.json").read_text())["dtype"] == "bfloat16"
     saved, master = weights(run.run_dir), {n: tiny_runs.full(p) for n, p in run.policy.named_parameters()}
-    assert all(torch.equal(saved[name], master[name].bfloat16()) for name in master)
+    assert same_weights(saved, {name: weight.bfloat16() for name, weight in master.items()})  # a tied weight once
     model, info = AutoModelForCausalLM.from_pretrained(run.run_dir / "model", output_loading_info=True)
     assert not any(info.values()) and model.dtype == torch.bfloat16
     if script == "grpo":
@@ -123,7 +128,11 @@ def test_the_cut_into_microbatches_changes_neither_gradient_nor_log(tmp_path, sc
 
 def test_a_model_with_dropout_trains_without_it_and_keeps_it_in_its_config(tmp_path):
     """Dropout would make the policy differ from the sampler and from the reference, which has the same weights."""
-    folder = tiny_runs.save(tiny_gpt2(dropout=0.5), world.tokenizer(), tmp_path / "gpt2")
+    config = GPT2Config(
+        vocab_size=32, n_embd=16, n_layer=2, n_head=2, n_positions=64, bos_token_id=1, eos_token_id=1,
+        resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5, initializer_range=0.3,
+    )  # fmt: skip
+    folder = tiny_runs.save(AutoModelForCausalLM.from_config(config), world.tokenizer(), tmp_path / "gpt2")
     changes = {"model": str(folder), "gradient_checkpointing": True, "steps": 2, **QUIET, **ONE_UPDATE}
     reward = reward_file(
         tmp_path, "def length(prompts, completions, **columns):\n    return list(map(len, completions))\n"
@@ -253,6 +262,17 @@ def test_the_first_update_has_ratio_one_and_the_second_differs(tmp_path):
     assert all(not torch.equal(twice.gradients[1][name], g) for name, g in twice.gradients[0].items())
 
 
+def test_the_first_update_does_not_read_the_recomputed_log_probs(tmp_path, monkeypatch):
+    """They are put wrong here: the first update stays as it is, and the second, which needs them, changes."""
+    settings = {"epochs_per_step": 2, "minibatches": 1, "kl_coef": 0.0, "steps": 1, **QUIET}
+    right = Watched("grpo", grpo_args(tmp_path, "right", **settings))
+    original = common.batched_logprobs
+    monkeypatch.setattr(common, "batched_logprobs", lambda *args, **named: original(*args, **named) - 0.3)
+    wrong = Watched("grpo", grpo_args(tmp_path, "wrong", **settings))
+    assert same_weights(wrong.gradients[0], right.gradients[0])
+    assert not same_weights(wrong.gradients[1], right.gradients[1])
+
+
 CONSTANT = """
 def one(prompts, completions, **columns):
     return [1] * len(completions)
@@ -296,6 +316,14 @@ def test_the_logged_reward_statistics_are_those_of_the_samples(tmp_path):
         assert line["frac_reward_zero_std"] == (rewards.std(1) == 0).double().mean().item()
         assert line["completions/mean_length"] == pytest.approx(sum(lengths) / 8)
         assert line["completions/clipped_ratio"] == sum(cut) / 8 and 0 < sum(cut) < 8
+
+
+def test_a_reward_file_is_executed_at_start_and_not_at_every_evaluation(tmp_path):
+    source = f"with open({str(tmp_path / 'loaded.txt')!r}, 'a') as file:\n    file.write('once ')\n{CONSTANT}"
+    file = reward_file(tmp_path, source)
+    settings = {"reward": [f"{file}:one"], "eval_reward": f"{file}:also_one", "eval_every": 1, "steps": 3}
+    tiny_runs.run("grpo", tmp_path, **settings)
+    assert (tmp_path / "loaded.txt").read_text() in ("once ", "once once ")  # at most once a flag
 
 
 SOMETIMES = """
@@ -402,8 +430,8 @@ def test_prompts_answers_and_columns_stay_together(tmp_path, monkeypatch):
     rows = [{"prompt": f"{k}+0=", "gold": str(k), "k": k} for k in (3, 14, 159, 2, 65, 358, 9, 79, 323, 8)]
     settings = {"dataset": write_rows(tmp_path / "echo.jsonl", rows), "eval_dataset": "", "answer_column": "gold"}
     settings |= {"reward": [f"{reward_file(tmp_path, ECHO)}:paired"], "prompts_per_step": 4, "microbatch_tokens": 20}
-    folder = tiny_runs.run("grpo", tmp_path, steps=6, **settings)
-    assert [line["reward"] for line in tiny_runs.metrics(folder)] == [1.0] * 6
+    folder = tiny_runs.run("grpo", tmp_path, steps=4, **settings, **ONE_UPDATE)
+    assert [line["reward"] for line in tiny_runs.metrics(folder)] == [1.0] * 4
     echoed = {(s["prompt"], s["completion"]) for s in trained_samples(folder)}
     assert echoed <= {(row["prompt"], row["gold"]) for row in rows}
 
@@ -462,7 +490,7 @@ def test_a_dataset_like_gsm8k_from_the_command_line(tmp_path, script):
 
 
 def test_a_reward_model_scores_the_last_token_of_each_answer(tmp_path):
-    path = tiny_runs.toy_reward_model(tmp_path / "reward")
+    path = tiny_runs.toy_reward_model(tmp_path / "judge")
     run = Watched(
         "grpo", grpo_args(tmp_path, reward=[], reward_model=[str(path)], steps=2, microbatch_tokens=60, **QUIET)
     )
@@ -477,16 +505,16 @@ def test_a_reward_model_scores_the_last_token_of_each_answer(tmp_path):
             with torch.no_grad():
                 score = model(torch.tensor([ids])).logits.item()
             assert sample["reward"] == pytest.approx(score, abs=1e-5)
-        assert line["reward"] == pytest.approx(line[f"rewards/{path}/mean"])
+        assert line["reward"] == pytest.approx(line["rewards/reward_model/mean"])
         assert line["reward_std"] > 0.01
 
 
 def test_reward_models_and_functions_add_up(tmp_path):
-    path = tiny_runs.toy_reward_model(tmp_path / "reward")
+    path = tiny_runs.toy_reward_model(tmp_path / "judge")
     file = reward_file(tmp_path, CONSTANT)
     run = Watched("grpo", grpo_args(tmp_path, reward=[f"{file}:one=3"], reward_model=[str(path)], steps=2, **QUIET))
     for line in run.metrics:
-        assert line["reward"] == pytest.approx(3 + line[f"rewards/{path}/mean"])
+        assert line["reward"] == pytest.approx(3 + line["rewards/reward_model/mean"])
 
 
 def other_tokenizer(path: Path) -> Path:
@@ -512,3 +540,12 @@ def test_an_unfit_reward_model_is_refused(tmp_path, kind, capsys):
     message = capsys.readouterr().err.strip().splitlines()[-1]
     assert message.startswith("error: --reward-model") and str(path) in message
     assert not (tmp_path / "run").exists()
+
+
+def test_two_rewards_of_one_name_are_refused(tmp_path, capsys):
+    path = tiny_runs.toy_reward_model(tmp_path / "judge")
+    file = reward_file(tmp_path, CONSTANT.replace("also_one", "reward_model"))
+    for changes in ({"reward_model": [str(path)], "reward": [f"{file}:reward_model"]}, {"reward": [f"{file}:one"] * 2}):
+        with pytest.raises(SystemExit) as stopped:
+            grpo.main(grpo_args(tmp_path, steps=1, eval_samples=0, **changes))
+        assert stopped.value.code == 2 and "reward" in capsys.readouterr().err

@@ -7,14 +7,14 @@ A prompt is `7+5-3=`. An answer either shows its working, one step a clause, the
 
 or guesses: the result alone. Demonstrations show their working 40 % of the time and are then right 95 % of the time;
 the guesses are off by up to 3. A policy that imitates them mostly guesses and is mostly wrong, so reinforcement
-learning has something to find. No result, final or on the way, is below zero. Everything here is a fixed function of
-constants: `--seed` never changes the rows.
+learning has something to find. No right result, final or on the way, is below zero. Everything here is a fixed function
+of constants: `--seed` never changes the rows.
 
     problems(split)        the questions, as lists of operands and operators; "train" and "test" never overlap
     rows(kind, split)      the rows of one kind, in the formats of TRL (see ROWS below)
     gold_reward(p, c)      what the task is really about: exact, and unseen by any run
     tokenizer()            one token a character (`#### ` is one), no BOS, <pad> and <eos>
-    model(seed)            a fresh Qwen3-shaped model of 0.11 M parameters
+    model(seed)            a fresh Qwen3-shaped model of 0.12 M parameters
 """
 
 import random
