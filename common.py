@@ -126,7 +126,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation inside the response; (advantages, returns), each (B, T) and 0 outside the mask.
 
-    Source: Schulman et al., "High-Dimensional Continuous Control Using GAE" (2016), equations 11, 12 and 16:
+    Source: Schulman et al., "High-Dimensional Continuous Control Using GAE" (2016), equations 11 and 16:
     delta_t = r_t + gamma V_{t+1} - V_t and A_t = delta_t + gamma lam A_{t+1}. After the last masked token the value is
     0, whether the response ended or was cut. returns = advantages + values, before any whitening.
     """
@@ -1125,7 +1125,7 @@ class Run:
         if not args.resume and path.exists():
             fail(f'--run-dir "{path}" exists; choose another, or add --resume to go on with it')
         if args.resume and (path / "args.json").is_file():
-            old, new = json.loads((path / "args.json").read_text()), self.given
+            old, new = _read_object(path / "args.json"), self.given
             changed = [k for k in new if k not in FREE_TO_CHANGE and old.get(k) != new[k]]
             if changed:
                 key = changed[0]
@@ -1145,10 +1145,13 @@ class Run:
         return path, last
 
     def _prepare(self) -> int | None:
-        (self.dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+        try:
+            (self.dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            fail(f'--run-dir "{self.dir}" cannot be made: {error}')
         threads = None
         if self.args.resume and (self.dir / "environment.json").is_file():
-            threads = json.loads((self.dir / "environment.json").read_text())["threads"]
+            threads = _read_object(self.dir / "environment.json").get("threads")
         else:
             write_json(self.dir / "environment.json", environment())
         write_json(self.dir / "args.json", self.given)
@@ -1156,7 +1159,7 @@ class Run:
             if path.is_file() and not self.checkpoint and path.stat().st_size:
                 path.rename(next(p for i in range(1, 1000) if not (p := path.with_name(f"{path.name}.{i}")).exists()))
             elif path.is_file():  # what was logged after the checkpoint will be logged again
-                kept = [r for r in map(json.loads, _whole_lines(path)) if not self._logged_again(r)]
+                kept = [r for r in _whole_lines(path) if not self._logged_again(r)]
                 write_text(path, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept))
             path.touch()
         if self.args.wandb_project:
@@ -1175,6 +1178,8 @@ class Run:
     def log(self, step: int, metrics: dict[str, float], shown: Sequence[str] = ()) -> None:
         """One line of metrics.jsonl for a step that was made; `shown` names what stands in the progress bar."""
         self.step = step
+        if metrics.get("skipped_updates"):
+            say(f"step {step}: an update was skipped, its gradient is not finite or nothing was trained on")
         if rank() == 0:
             with (self.dir / "metrics.jsonl").open("a", encoding="utf-8") as file:
                 finite = {k: v if math.isfinite(v) else None for k, v in metrics.items()}  # JSON has no NaN
@@ -1291,9 +1296,23 @@ def is_complete(folder: Path) -> bool:
         return False
 
 
-def _whole_lines(path: Path) -> list[bytes]:
-    """The lines that end in a newline: a kill may have cut the last one."""
-    return path.read_bytes().split(b"\n")[:-1]
+def _whole_lines(path: Path) -> list[dict]:
+    """The lines that can be read: a kill may have cut one."""
+    lines = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            lines.append({"step": 0, **json.loads(line)})
+        except (ValueError, TypeError):
+            say(f"warning: {path}, line {number}, cannot be read and is left out")
+    return lines
+
+
+def _read_object(path: Path) -> dict:
+    """A JSON object; exit 2 naming the file where it holds none."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        fail(f"{path} is damaged ({error}); start a new run")
 
 
 def _sync(path: Path) -> None:

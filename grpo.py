@@ -101,7 +101,7 @@ class Args:
     clip_high: float | None = None
     """The importance ratio is clipped above 1 + clip_high."""
     kl_coef: float | None = None
-    """Weight beta of the KL to the reference in the loss; 0: no reference is loaded."""
+    """Weight beta of the KL to the reference; 0: no reference is loaded."""
     dynamic_sampling: bool | None = None
     """Replace groups without spread of the task reward by groups of new prompts, several times at most."""
     mask_truncated: bool = False
@@ -239,14 +239,16 @@ def sampler_weights(
 ) -> Tensor:
     """Truncated importance weights between trainer and sampler, (B, T), detached: min(pi_old / pi_sampler, cap).
 
-    `level` "token" takes each token's ratio, "sequence" the product over its sequence, "off" gives ones. Source: Yao et
-    al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025), truncated importance sampling.
+    `level` "token" takes each token's ratio, "sequence" the product over its sequence, "off" gives ones; ValueError for
+    another. Source: Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025).
     """
     log_ratio = torch.where(mask, old_logprobs - sampler_logprobs, 0.0).detach()
     if level == "off":
         return torch.ones_like(log_ratio)
     if level == "sequence":
         log_ratio = log_ratio.sum(1, keepdim=True).expand_as(log_ratio)
+    elif level != "token":
+        raise ValueError(f'level is "off", "token" or "sequence", not "{level}"')
     return log_ratio.clamp(max=math.log(cap)).exp()
 
 
@@ -414,7 +416,7 @@ def main(args: Args) -> None:
         b_old_logprobs = common.batched_logprobs(policy, *b_tensors, *limits) if several else None  # (B, T)
         b_ref_logprobs = common.batched_logprobs(reference, *b_tensors, *limits) if reference else None  # (B, T)
 
-        # 4d advantages, from the rewards of all ranks
+        # 4d advantages
         scores = common.gather_rows(scores, args.group_size).T  # (F, P * G)
         rewards = common.weighted_reward(scores, weights)  # (P * G,)
         if not rewards.isfinite().any():

@@ -81,7 +81,7 @@ class Args:
     baseline: Literal["rloo", "remax", "reinforce++", "mean", "none"] = "rloo"
     """What is subtracted from an answer's reward: see the top of the file."""
     kl_coef: float = 0.04
-    """Weight beta of the KL to the reference in the reward; 0: no reference is loaded."""
+    """Weight beta of the KL to the reference; 0: no reference is loaded."""
     clip_low: float = 0.2
     """The importance ratio is clipped below 1 - clip_low (objective clip)."""
     clip_high: float = 0.2
@@ -316,15 +316,17 @@ def main(args: Args) -> None:
         b_input_ids, b_attention_mask, b_response_mask = b_tensors  # (B, T) each
         b_sampler_logprobs = common.align(response_logprobs, b_response_mask)  # (B, T)
 
-        # 4c reference and old log-probs: of the policy that sampled, whose KL is part of the reward
+        # 4c reference and old log-probs
         limits = args.temperature, args.microbatch_tokens
         b_old_logprobs = (
             common.batched_logprobs(policy, *b_tensors, *limits) if reference or several else None
         )  # (B, T)
         b_ref_logprobs = common.batched_logprobs(reference, *b_tensors, *limits) if reference else None  # (B, T)
 
-        # 4d advantages: a rank owns whole groups, so all but the whitening is its own affair
+        # 4d advantages
         b_trained = own_rewards.isfinite() & (finished | (not args.mask_truncated))  # (B,)
+        if args.baseline == "remax":  # no baseline, no advantage
+            b_trained &= greedy_rewards.isfinite().repeat_interleave(args.group_size)
         b_mask = b_response_mask & b_trained.to(device)[:, None]  # (B, T)
         b_kl = torch.zeros(b_mask.shape, device=device)
         if reference:

@@ -46,7 +46,9 @@ def main(args: Args) -> None:
             said = " ".join([args.script, args.flags]).strip()
             where = f"{environment['cpus']} CPU cores, {environment['threads']} thread(s)"
             torch = environment["versions"]["torch"]
-            lines += [f"`python {said} --seed N`, commit {environment['commit'][:10]}, {where}, torch {torch}:\n"]
+            lines += [
+                f"`python {said}` with each `--seed`, commit {environment['commit'][:10]}, {where}, torch {torch}:\n"
+            ]
             lines += ["| seed | " + " | ".join(n.removeprefix("eval/") for n in names) + " | steps | seconds |"]
             lines += ["|---" * (len(names) + 3) + "|"]
         cells = [f"{summary['before'][n]:.3f} → {summary['after'][n]:.3f}" for n in names]
