@@ -1030,9 +1030,11 @@ POSITIVE = {"steps", "epochs", "batch_size", "prompts_per_step", "group_size", "
 def check_numbers(args: Any) -> None:
     """Exit 2 naming the flag where a number is not finite, negative (but --reward-cap), or a meaningless zero."""
     for name, value in vars(args).items():
-        lowest = -math.inf if name == "reward_cap" else 0
-        if isinstance(value, int | float) and not (lowest <= value < math.inf and (value or name not in POSITIVE)):
-            need = "above 0" if name in POSITIVE else "0 or more" if lowest == 0 else "finite"
+        if not isinstance(value, int | float):
+            continue
+        need = "above 0" if name in POSITIVE else "finite" if name == "reward_cap" else "0 or more"
+        met = {"above 0": value > 0, "finite": True, "0 or more": value >= 0}[need]
+        if not (met and math.isfinite(value)):
             fail(f"--{name.replace('_', '-')} {value} is out of range: it must be {need}")
 
 

@@ -425,10 +425,11 @@ def main(args: Args) -> None:
         spread = has_spread(rewards, args.group_size)  # (P,)
         penalty = overlong_penalty(lengths, args.max_response_length, args.overlong_buffer)  # (P * G,)
         if args.reward_scale == "each":  # each reward in units of its own spread in the group, then weighted
-            terms = [*zip(scores, weights, strict=True), (penalty, 1.0)]
+            each = [group_advantages(r, args.group_size, args.advantage_scale) for r in scores]
+            advantages = sum(w * a for w, a in zip(weights, each, strict=True))
+            advantages = advantages + group_advantages(penalty, args.group_size, "none")
         else:
-            terms = [(rewards + penalty, 1.0)]
-        advantages = sum(w * group_advantages(r, args.group_size, args.advantage_scale) for r, w in terms)
+            advantages = group_advantages(rewards + penalty, args.group_size, args.advantage_scale)
         trained = rewards.isfinite() & (spread.repeat_interleave(args.group_size) | (not args.dynamic_sampling))
         if args.dynamic_sampling and not trained.any():
             common.say(

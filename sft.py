@@ -167,8 +167,9 @@ def tensors(rows: list[dict], pad_id: int, device: torch.device) -> tuple[torch.
 def held_out_loss(policy, rows: list[dict], pad_id: int, device: torch.device, args: Args) -> dict[str, float]:
     """Token-mean loss on the held-out rows, over all ranks."""
     metrics = common.Metrics()
-    mine = common.own([*rows, *rows[: -len(rows) % common.world_size()]])  # equal shares; the repeated rows count 0
-    repeated = common.own([False] * len(rows) + [True] * (len(mine) * common.world_size() - len(rows)))
+    places = range(math.ceil(len(rows) / common.world_size()) * common.world_size())  # equal shares for all ranks
+    mine = common.own([rows[i % len(rows)] for i in places])
+    repeated = common.own([i >= len(rows) for i in places])  # rows that come again count 0
     for micro in common.microbatches([len(r["mask"]) for r in mine], args.microbatch_tokens):
         input_ids, attention_mask, mask = tensors([mine[i] for i in micro], pad_id, device)
         logprobs = common.token_logprobs(policy, input_ids, attention_mask, mask)
