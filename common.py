@@ -1170,7 +1170,7 @@ class Run:
 
                 self.wandb = wandb.init(project=self.args.wandb_project, config=asdict(self.args), dir=str(self.dir))
             except Exception as error:
-                fail(f"--wandb-project: {error}; is wandb installed, and are you logged in?")
+                fail(f"--wandb-project: {error} (pip install wandb; wandb login)")
         return threads
 
     def _logged_again(self, line: dict) -> bool:
@@ -1276,7 +1276,8 @@ def save_model(model: torch.nn.Module, tokenizer, path: Path, dtype: torch.dtype
     """Model and tokenizer as `from_pretrained` reads them, gathered from all ranks, written beside and renamed."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model, options=options)  # on rank 0 alone
-    weights = {name: w.to(dtype) if w.is_floating_point() else w for name, w in weights.items()}
+    own_names = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}  # a tied weight has one
+    weights = {n: w.to(dtype) if w.is_floating_point() else w for n, w in weights.items() if n in own_names}
     if rank() == 0:
         temporary = path.with_name(f".{path.name}.tmp")
         shutil.rmtree(temporary, ignore_errors=True)

@@ -304,7 +304,7 @@ def test_the_logged_reward_statistics_are_those_of_the_samples(tmp_path):
     run = Watched("grpo", grpo_args(tmp_path, reward=[f"{file}:length"], steps=2, max_response_length=8, **QUIET))
     tokenizer = world.tokenizer()
     for step, line in enumerate(run.metrics, 1):
-        groups = [run.samples[key] for key in sorted(run.samples) if key[0] == f"train/{step}"]
+        groups = [run.samples[key] for key in sorted(run.samples) if key[0] == f"train/{step}/0"]
         assert [len(group) for group in groups] == [4, 4]
         rewards = torch.tensor(
             [[len(tokenizer.decode(ids, skip_special_tokens=True)) / 10 for ids in group] for group in groups]
@@ -344,13 +344,11 @@ def test_an_unscored_sample_is_not_trained_on(tmp_path):
     assert logged == [0.0, None, 0.0, 1.0] * 2  # strictly JSON: null, not NaN
 
 
-def test_a_batch_that_nothing_scored_is_not_trained_on(tmp_path):
+def test_a_run_in_which_nothing_is_scored_ends(tmp_path, capsys):
     file = reward_file(tmp_path, SOMETIMES)
-    folder = tiny_runs.run("grpo", tmp_path, reward=[f"{file}:none"], steps=2, **QUIET)
-    start = AutoModelForCausalLM.from_pretrained(tiny_runs.POLICY, dtype=torch.float32)
-    assert all(torch.equal(weights(folder)[name], p) for name, p in start.named_parameters())
-    for line in tiny_runs.metrics(folder):
-        assert line["loss"] == 0.0 and line["grad_norm"] == 0.0 and "entropy" not in line
+    with pytest.raises(SystemExit) as end:
+        tiny_runs.run("grpo", tmp_path, reward=[f"{file}:none"], steps=2, **QUIET)
+    assert end.value.code == 2 and "no answer was scored" in capsys.readouterr().err
 
 
 def test_one_of_two_functions_scores_nothing(tmp_path):
