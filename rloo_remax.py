@@ -235,6 +235,7 @@ def main(args: Args) -> None:
     if args.reward_model and "reward_model" in functions:
         common.fail('--reward: "reward_model" is what the reward models are called in the log; rename the function')
 
+    # [shared: prompts]
     def load(dataset: str, split: str) -> list[dict]:
         rows = common.attach_answer(common.load_rows(dataset, split, "prompts"), args.answer_column)
         return common.encode_prompts(tokenizer, rows, args.prompt_column, args.max_prompt_length)
@@ -247,6 +248,7 @@ def main(args: Args) -> None:
         common.check_reward_columns(common.load_rewards([args.eval_reward]), eval_rows, "--eval-reward")
     if len(rows) < args.prompts_per_step:
         common.fail(f"--dataset has {len(rows)} usable prompts, fewer than --prompts-per-step {args.prompts_per_step}")
+    # [/shared]
 
     # 3 models
     policy = common.load_policy(args.model, device, dtype, True, args.gradient_checkpointing)
